@@ -1,0 +1,87 @@
+"""What the user may set, as frozen dataclasses that refuse bad values at construction.
+
+Owns every allowed value, default and error text of ``[activation_offload]``. Relies on nothing but the standard
+library, so that a planner or a test can import it without torch.
+"""
+
+import math
+from dataclasses import dataclass
+
+MIB = 1024**2
+GIB = 1024**3
+
+MODES = ("none", "block_inputs")
+SCHEDULES = ("overlap", "sync")
+ON_EXHAUSTED = ("keep", "error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Settings of activation offload; the same names as in the ``[activation_offload]`` section of a train config.
+
+    Args:
+        mode: ``"none"`` moves nothing. ``"block_inputs"`` moves the tensor that activation checkpointing keeps of each
+            TransformerBlock, its input.
+        schedule: ``"overlap"`` copies on side streams and reloads ahead of backward. ``"sync"`` copies on the compute
+            stream: the baseline to compare with.
+        keep_last: number of newest block inputs of a model part that stay on the device. Backward needs them first.
+        prefetch_lookahead: number of regions reloaded ahead of the one that backward works on.
+        max_inflight_offloads: number of block inputs that may wait on the device for their copy to end. Before one
+            more copy starts, the compute stream waits for the oldest. 0: no limit, a slow link costs device memory.
+        min_offload_mib: tensors smaller than this many MiB stay on the device.
+        pinned_budget_gib: pinned host memory that this rank may use, in GiB. 0: no limit.
+        on_exhausted: what happens to a block input for which the budget has no room. ``"keep"``: it stays on the
+            device, is counted and reported. ``"error"``: a RuntimeError.
+
+    Raises:
+        ValueError: a value is not allowed; the text names key, value, what is allowed and how to repair it.
+    """
+
+    mode: str = "block_inputs"
+    schedule: str = "overlap"
+    keep_last: int = 1
+    prefetch_lookahead: int = 1
+    max_inflight_offloads: int = 2
+    min_offload_mib: float = 1.0
+    pinned_budget_gib: float = 0.0
+    on_exhausted: str = "keep"
+
+    def __post_init__(self) -> None:
+        if self.mode == "all":
+            raise ValueError(
+                'activation_offload.mode = "all" is not built yet: set it to "block_inputs", which moves each '
+                "TransformerBlock's input"
+            )
+        _check_choice("mode", self.mode, MODES)
+        _check_choice("schedule", self.schedule, SCHEDULES)
+        _check_choice("on_exhausted", self.on_exhausted, ON_EXHAUSTED)
+        for key in ("keep_last", "prefetch_lookahead", "max_inflight_offloads"):
+            _check_count(key, getattr(self, key))
+        for key in ("min_offload_mib", "pinned_budget_gib"):
+            _check_size(key, getattr(self, key))
+
+    @property
+    def min_offload_bytes(self) -> int:
+        """Smallest tensor that is moved, in bytes."""
+        return math.ceil(self.min_offload_mib * MIB)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Pinned host memory that this rank may use, in bytes; None: no limit."""
+        return None if self.pinned_budget_gib == 0 else int(self.pinned_budget_gib * GIB)
+
+
+def _check_choice(key: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        choices = ", ".join(f'"{choice}"' for choice in allowed)
+        raise ValueError(f"activation_offload.{key} = {value!r} is not known: set it to one of {choices}")
+
+
+def _check_count(key: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"activation_offload.{key} = {value!r} is not allowed: set it to a whole number >= 0")
+
+
+def _check_size(key: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"activation_offload.{key} = {value!r} is not allowed: set it to a number >= 0")

@@ -1,0 +1,163 @@
+"""Text and data for people: what will be moved, what a step did, what each rank used.
+
+Pure functions over the plain data that the engine returns; nothing here is measured or decided.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from rich.table import Table
+
+from titan_offload.config import GIB, MIB, OffloadConfig
+from titan_offload.engine import OffloadStats
+
+
+@dataclass
+class RankReport:
+    """What one rank did over a run.
+
+    Attributes:
+        rank, host, device: who and where.
+        num_blocks: blocks under offload, ``keep_last`` ones included.
+        num_steps: finished steps.
+        offloaded_bytes, reloaded_bytes, num_prefetch_hits, num_misses, h2d_wait_ms, d2h_wait_ms: sums over all steps.
+        peak_kept_bytes: most block input bytes of one step that stayed on the device.
+        pinned_peak_bytes: most pinned memory in use at once.
+        pinned_total_bytes: pinned memory taken of the host.
+        budget_bytes: what it may take; None: no limit.
+        last_step: statistics of the last finished step.
+    """
+
+    rank: int
+    host: str
+    device: str
+    num_blocks: int
+    budget_bytes: int | None
+    num_steps: int = 0
+    offloaded_bytes: int = 0
+    reloaded_bytes: int = 0
+    num_prefetch_hits: int = 0
+    num_misses: int = 0
+    h2d_wait_ms: float = 0.0
+    d2h_wait_ms: float = 0.0
+    peak_kept_bytes: int = 0
+    pinned_peak_bytes: int = 0
+    pinned_total_bytes: int = 0
+    last_step: OffloadStats = field(default_factory=OffloadStats)
+
+    def add_step(self, stats: OffloadStats) -> None:
+        self.num_steps += 1
+        for name in (
+            "offloaded_bytes",
+            "reloaded_bytes",
+            "num_prefetch_hits",
+            "num_misses",
+            "h2d_wait_ms",
+            "d2h_wait_ms",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(stats, name))
+        self.peak_kept_bytes = max(self.peak_kept_bytes, stats.kept_bytes)
+        self.pinned_peak_bytes = max(self.pinned_peak_bytes, stats.pinned_peak_bytes)
+        self.pinned_total_bytes = max(self.pinned_total_bytes, stats.pinned_total_bytes)
+        self.last_step = stats
+
+
+def start_block(fqns: Sequence[str], config: OffloadConfig, budget_bytes: int | None, block_input_bytes: int) -> str:
+    """What will be moved of one model part.
+
+    Args:
+        fqns: the blocks under offload, in order.
+        config: the settings.
+        budget_bytes: pinned memory of this rank; None: no limit.
+        block_input_bytes: expected size of one block input on this rank.
+    """
+    moved = len(fqns) - config.keep_last
+    budget = "no limit" if budget_bytes is None else f"{_gib(budget_bytes)} GiB"
+    lines = [
+        f"Activation offload: inputs of {moved} of {len(fqns)} blocks ({fqns[0]} .. {fqns[moved - 1]}) go to pinned "
+        "host memory",
+        f"  each {block_input_bytes / MIB:.2f} MiB, together {_gib(moved * block_input_bytes)} GiB per microbatch",
+        f"  pinned budget of this rank: {budget}; on_exhausted {config.on_exhausted}",
+        f"  schedule: {config.schedule}, prefetch_lookahead {config.prefetch_lookahead}, max_inflight_offloads "
+        f"{config.max_inflight_offloads or 'unlimited'}",
+        f"  on the device stay: the last {config.keep_last}, and whatever is under {config.min_offload_mib:g} MiB",
+    ]
+    return "\n".join(lines)
+
+
+def step_line(stats: OffloadStats) -> str:
+    """One line on one step, to stand beside TorchTitan's own."""
+    return (
+        f"offload: out {_gib(stats.offloaded_bytes)} GiB  back {_gib(stats.reloaded_bytes)} GiB  "
+        f"kept on device {_gib(stats.kept_bytes)} GiB  prefetch {stats.num_prefetch_hits} hit {stats.num_misses} missed"
+        f"  wait {stats.h2d_wait_ms + stats.d2h_wait_ms:.1f} ms  pinned {_gib(stats.pinned_in_use_bytes)} GiB in use, "
+        f"peak {_gib(stats.pinned_peak_bytes)} of {_gib(stats.pinned_total_bytes)} GiB"
+    )
+
+
+def scalars(stats: OffloadStats) -> dict[str, float]:
+    """One step as TensorBoard scalars; the tags carry the unit."""
+    return {
+        "offload/offloaded(GiB)": stats.offloaded_bytes / GIB,
+        "offload/reloaded(GiB)": stats.reloaded_bytes / GIB,
+        "offload/kept_on_device(GiB)": stats.kept_bytes / GIB,
+        "offload/prefetch_hits": stats.num_prefetch_hits,
+        "offload/prefetch_misses": stats.num_misses,
+        "offload/resident": stats.num_resident,
+        "offload/h2d_wait(ms)": stats.h2d_wait_ms,
+        "offload/d2h_wait(ms)": stats.d2h_wait_ms,
+        "offload/pinned_in_use(GiB)": stats.pinned_in_use_bytes / GIB,
+        "offload/pinned_peak(GiB)": stats.pinned_peak_bytes / GIB,
+        "offload/pinned_total(GiB)": stats.pinned_total_bytes / GIB,
+    }
+
+
+def rank_table(reports: Sequence[RankReport]) -> Table:
+    """All ranks, a row each."""
+    table = Table(title="Activation offload per rank (GiB of this rank)")
+    for heading in ("rank", "host", "device", "blocks", "steps"):
+        table.add_column(heading, no_wrap=True)
+    for heading in (
+        "out\nper step",
+        "back\nper step",
+        "kept on\ndevice",
+        "prefetch\nhit/missed",
+        "wait\nms/step",
+        "pinned\nin use",
+        "pinned\ntaken",
+        "pinned\nbudget",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for report in reports:
+        steps = max(1, report.num_steps)
+        table.add_row(
+            str(report.rank),
+            report.host,
+            report.device,
+            str(report.num_blocks),
+            str(report.num_steps),
+            _gib(report.offloaded_bytes / steps),
+            _gib(report.reloaded_bytes / steps),
+            _gib(report.peak_kept_bytes),
+            f"{report.num_prefetch_hits}/{report.num_misses}",
+            f"{(report.h2d_wait_ms + report.d2h_wait_ms) / steps:.1f}",
+            _gib(report.pinned_peak_bytes),
+            _gib(report.pinned_total_bytes),
+            "none" if report.budget_bytes is None else _gib(report.budget_bytes),
+        )
+    return table
+
+
+def summary(reports: Sequence[RankReport], config: OffloadConfig, world_size: int, torch_version: str) -> dict:
+    """The run as data for ``summary.json``."""
+    return {
+        "format": 1,
+        "torch": torch_version,
+        "world_size": world_size,
+        "config": asdict(config),
+        "ranks": [asdict(report) for report in reports],
+    }
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.3f}"

@@ -1,0 +1,102 @@
+"""How a tensor that autograd saves is taken apart into bytes, and put together again: pure functions, no engine state.
+
+Owns what is known about kinds of tensors: views, strides, version counters, DTensors and pending collectives.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identity of the storage of ``tensor`` or of its local part; another storage may get it once this one is freed."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.elem
+    return tensor.untyped_storage()._cdata
+
+
+def input_storages(inputs: Sequence[object]) -> set[int]:
+    """Storages of a block's inputs: of what needs a gradient; if nothing does (the embedding is frozen), of what a
+    gradient is computed from."""
+    tensors = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
+    chosen = [tensor for tensor in tensors if tensor.requires_grad]
+    chosen = chosen or [tensor for tensor in tensors if tensor.is_floating_point()]
+    return {storage_id(tensor) for tensor in chosen}
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain local tensor. A pending collective, here or inside a DTensor, is waited for on the compute stream."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def rebuilder(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+    return lambda local: DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def version_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Counts of in-place changes; a DTensor and its local tensor count apart."""
+    tensors = (tensor, tensor._local_tensor) if isinstance(tensor, DTensor) else (tensor,)
+    return tuple(tensor._version for tensor in tensors if not tensor.is_inference())
+
+
+def check_version(tensor: torch.Tensor, version: tuple[int, ...]) -> None:
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.dtype} {list(tensor.shape)}], the input of a checkpointed block, is at version "
+            f"{version_of(tensor)}; expected version {version} instead"
+        )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether each element of a plain strided tensor has a place of its own in memory."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += stride * (size - 1)
+    return True
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the tensor's storage, as uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def gather(tensor: torch.Tensor) -> torch.Tensor:
+    # On the compute stream: a kernel on a copy stream would wait for free multiprocessors.
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+@dataclass(eq=False, slots=True)
+class View:
+    """How a tensor lies in a payload's storage."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    is_gathered: bool
+
+
+def as_view(storage: torch.UntypedStorage, view: View) -> torch.Tensor:
+    """The tensor that was saved: same values, same strides."""
+    tensor = torch.empty(0, dtype=view.dtype, device=storage.device)
+    if not view.is_gathered:
+        return tensor.set_(storage, view.offset, view.size, view.stride)
+    # Backward's kernels depend on strides, and bits on kernels: the gaps come back too.
+    spread = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=storage.device)
+    return spread.copy_(tensor.set_(storage).view(view.size))

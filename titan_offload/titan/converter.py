@@ -1,0 +1,138 @@
+"""OffloadConverter: where TorchTitan and `apply_offload` meet.
+
+TorchTitan 0.2.2 calls ``convert`` once, on the whole model on the meta device, before tensor parallel, checkpointing,
+compile and FSDP2, and a pipeline deep-copies that model afterwards. So ``convert`` only records the intent, in a way
+that copies carry along: it gives the model a class whose ``train()`` attaches offload. TorchTitan calls ``train()`` on
+each model part when it is final: parallelized, on its device, with its weights.
+"""
+
+import inspect
+
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.model_converter import ModelConverter
+from torchtitan.tools.logging import logger
+
+from titan_offload import report
+from titan_offload.apply import Offloader, apply_offload, check_keep_last, find_blocks
+from titan_offload.config import GIB, OffloadConfig
+from titan_offload.titan.metrics import OffloadLogger
+
+
+class OffloadConverter(ModelConverter):
+    """Model converter ``"titan_offload"``: settings come from ``[activation_offload]``.
+
+    Raises:
+        ValueError: the settings contradict the rest of the job config.
+    """
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+        if not hasattr(job_config, "activation_offload"):
+            raise ValueError(
+                "the converter titan_offload needs the section [activation_offload]; set job.custom_config_module = "
+                '"titan_offload.titan.job_config"'
+            )
+        self.config: OffloadConfig = job_config.activation_offload
+        self._job_config = job_config
+        self._parallel_dims = parallel_dims
+        self._offloader: Offloader | None = None
+        self._attached: list[nn.Module] = []
+        self._trainer: Stateful | None = None
+        self._logger: OffloadLogger | None = None
+        if self.config.mode != "none":
+            _check_activation_checkpoint(job_config.activation_checkpoint.mode)
+
+    def convert(self, model: nn.Module) -> None:
+        if self.config.mode == "none":
+            return
+        num_blocks = len(find_blocks(model, "layers.*"))
+        check_keep_last(self.config.keep_last, num_blocks)
+        self._block_input_bytes = self._expected_block_input_bytes(model.model_args.dim)
+        self._check_budget()
+        self._trainer = _calling_trainer()
+        model.__class__ = _class_that_attaches(type(model), self)
+
+    def attach(self, part: nn.Module) -> None:
+        """Puts offload on a model part that is final. Called again, it does nothing."""
+        if any(part is attached for attached in self._attached) or any(p.is_meta for p in part.parameters()):
+            return
+        if self._offloader is None:
+            self._offloader = apply_offload(part, self.config)
+        else:
+            self._offloader.attach(part)
+        self._attached.append(part)
+        budget_bytes = self._offloader.engine.pool.budget_bytes
+        logger.info(
+            report.start_block(self._offloader.part_fqns[-1], self.config, budget_bytes, self._block_input_bytes)
+        )
+        if self._trainer is not None and self._logger is None:
+            metrics = self._trainer.metrics_processor
+            self._logger = OffloadLogger(metrics.logger, self._offloader, self._job_config.job.dump_folder)
+            metrics.logger = self._logger
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        if self._offloader is None:
+            return
+        if self._logger is None:
+            self._offloader.step_end()
+            return
+        self._logger.step_end()
+        if self._trainer.step == self._job_config.training.steps:
+            self._logger.gather()
+
+    def _expected_block_input_bytes(self, dim: int) -> int:
+        """Bytes of one block input on this rank. Context parallel divides the sequence, and so does tensor parallel:
+        TorchTitan always joins it with sequence parallel between blocks."""
+        training, dims = self._job_config.training, self._parallel_dims
+        batch = training.local_batch_size
+        if dims.pp_enabled:
+            batch = self._job_config.parallelism.pipeline_parallel_microbatch_size
+        dtype = training.mixed_precision_param if dims.fsdp_enabled else training.dtype
+        return batch * training.seq_len // (dims.cp * dims.tp) * dim * TORCH_DTYPE_MAP[dtype].itemsize
+
+    def _check_budget(self) -> None:
+        budget_bytes, needed = self.config.budget_bytes, self._block_input_bytes
+        if budget_bytes is not None and budget_bytes < needed:
+            raise ValueError(
+                f"activation_offload.pinned_budget_gib = {self.config.pinned_budget_gib:g} is smaller than one block "
+                f"input ({needed / GIB:.6g} GiB on this rank); set it to a multiple of that, or to 0 for no limit"
+            )
+
+
+def _check_activation_checkpoint(mode: str) -> None:
+    if mode not in ("full", "selective"):
+        why = {
+            "none": "without activation checkpointing there is no block input to move",
+            "memory_budget": "the compiler decides what is saved, and no block is checkpointed as such",
+        }.get(mode, "it is not known")
+        raise ValueError(
+            f'activation_checkpoint.mode = "{mode}" does not go with activation_offload.mode = "block_inputs": {why}. '
+            'Set activation_checkpoint.mode to "full" (or "selective"), or activation_offload.mode to "none"'
+        )
+
+
+def _class_that_attaches(cls: type[nn.Module], converter: OffloadConverter) -> type[nn.Module]:
+    def train(self: nn.Module, mode: bool = True) -> nn.Module:
+        cls.train(self, mode)
+        converter.attach(self)
+        return self
+
+    # The name stays: it is printed and logged.
+    return type(cls.__name__, (cls,), {"train": train, "__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def _calling_trainer() -> Stateful | None:
+    """The Trainer on the call stack.
+
+    TorchTitan 0.2.2 gives a converter neither the step nor the metric logger, and its Trainer has no hook that would.
+    The Trainer calls ``convert`` from its ``__init__``, so it is the ``self`` of a frame above this one.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if isinstance(candidate, Stateful) and hasattr(candidate, "train_spec"):
+            return candidate
+        frame = frame.f_back
+    return None
