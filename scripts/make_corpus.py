@@ -5,8 +5,8 @@
 Neither TorchTitan's wheel nor this package ships data, and the examples and tests must train on real text without a
 download. Every machine has the standard library: modules give their source, and their docstrings as prose. Written:
 
-    DIR/train/data.json        JSON lines in the form of C4: text, timestamp, url. One document per module for its
-    DIR/validation/data.json   docstrings and one for its source; a module is in one of the two files only.
+    DIR/train/data.json        JSON lines in the form of C4: text, timestamp, url. A document is a piece of a module's
+    DIR/validation/data.json   source or of its docstrings; no module is in both files.
     DIR/tokenizer/             tokenizer.json and tokenizer_config.json: byte-level BPE trained on the train file.
     DIR/corpus.json            what was asked for and the digests of the files.
 
@@ -27,7 +27,7 @@ import sys
 import sysconfig
 import tempfile
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import tokenizers
@@ -39,24 +39,30 @@ FORMAT = 1
 SKIPPED_FOLDERS = {"__pycache__", "ensurepip", "idlelib", "site-packages", "test", "tests", "turtledemo"}
 # One module in this many goes to the validation file.
 VALIDATION_EVERY = 10
+# About the mean of C4.
+DOCUMENT_CHARS = 2000
 TIMESTAMP = "2000-01-01T00:00:00Z"
 BOS_TOKEN, EOS_TOKEN = "<|begin_of_text|>", "<|end_of_text|>"
 NUM_BYTES = 256
 
 
-def list_modules(stdlib: Path) -> list[Path]:
-    """Paths of the modules, relative to the library, in an order that mixes packages yet is always the same.
+def mixed(names: Iterable[str]) -> list[str]:
+    """The names in an order that has nothing to do with them, and is always the same.
 
-    TorchTitan does not shuffle and gives each rank one contiguous part, so sorted names would give the ranks (and the
-    steps) different kinds of text.
+    TorchTitan does not shuffle and gives each rank one contiguous part: text in the order of the library would give
+    ranks and steps different kinds of text, and a loss that jumps where a module ends.
     """
+    return sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
+
+
+def list_modules(stdlib: Path) -> list[str]:
+    """Paths of the modules, relative to the library, mixed."""
     modules = [path.relative_to(stdlib) for path in stdlib.rglob("*.py")]
-    kept = [module for module in modules if SKIPPED_FOLDERS.isdisjoint(module.parts)]
-    return sorted(kept, key=lambda module: hashlib.sha256(module.as_posix().encode()).digest())
+    return mixed(module.as_posix() for module in modules if SKIPPED_FOLDERS.isdisjoint(module.parts))
 
 
 def module_texts(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields (kind, text) of a module: its docstrings, if it has any, and its source. Nothing if it can't be read."""
+    """Yields (kind, text) of a module: its docstrings and its source. Nothing if it can't be read."""
     try:
         with tokenize.open(path) as file:
             source = file.read()
@@ -65,31 +71,41 @@ def module_texts(path: Path) -> Iterator[tuple[str, str]]:
         return
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)]
-    prose = "\n\n".join(docstring for docstring in docstrings if docstring)
-    if prose:
-        yield "docstrings", prose
-    if source.strip():
-        yield "source", source
+    yield "docstrings", "\n\n".join(docstring for docstring in docstrings if docstring)
+    yield "source", source
+
+
+def split_text(text: str) -> Iterator[str]:
+    """Pieces of at least DOCUMENT_CHARS (but the last), cut at empty lines."""
+    piece = ""
+    for paragraph in text.split("\n\n"):
+        piece += paragraph + "\n\n"
+        if len(piece) >= DOCUMENT_CHARS:
+            yield piece
+            piece = ""
+    if piece.strip():
+        yield piece
 
 
 def write_documents(folder: Path, max_bytes: float) -> None:
     """Write the two files of documents: whole modules, until their text is max_bytes of UTF-8 or just above."""
     stdlib = Path(sysconfig.get_path("stdlib"))
+    documents: dict[str, dict[str, str]] = {"train": {}, "validation": {}}
     num_bytes = 0
-    files = {}
-    for split in ("train", "validation"):
-        (folder / split).mkdir()
-        files[split] = open(folder / split / "data.json", "w", encoding="utf-8", newline="\n")  # noqa: SIM115
     for index, module in enumerate(list_modules(stdlib)):
         if num_bytes >= max_bytes:
             break
         split = "validation" if index % VALIDATION_EVERY == 0 else "train"
         for kind, text in module_texts(stdlib / module):
-            document = {"text": text, "timestamp": TIMESTAMP, "url": f"stdlib://{module.as_posix()}#{kind}"}
-            files[split].write(json.dumps(document, ensure_ascii=False) + "\n")
-            num_bytes += len(text.encode())
-    for file in files.values():
-        file.close()
+            for number, piece in enumerate(split_text(text)):
+                documents[split][f"stdlib://{module}#{kind}-{number}"] = piece
+                num_bytes += len(piece.encode())
+    for split, texts in documents.items():
+        (folder / split).mkdir()
+        with open(folder / split / "data.json", "w", encoding="utf-8", newline="\n") as file:
+            for url in mixed(texts):
+                document = {"text": texts[url], "timestamp": TIMESTAMP, "url": url}
+                file.write(json.dumps(document, ensure_ascii=False) + "\n")
 
 
 def write_tokenizer(folder: Path, train_file: Path, vocab_size: int) -> None:

@@ -41,7 +41,7 @@ def parse(*flags):
 
 
 def make_converter(*flags, **dims):
-    degrees = dict(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1) | dims
+    degrees = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), 1) | dims
     world_size = 1
     for degree in degrees.values():
         world_size *= degree

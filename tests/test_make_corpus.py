@@ -61,7 +61,16 @@ def test_documents_have_the_form_of_c4(corpus):
     assert num_bytes >= MAX_MIB * 2**20
     modules = [{document["url"].partition("#")[0] for document in split} for split in (train, validation)]
     assert modules[0] and modules[1] and modules[0].isdisjoint(modules[1])
-    assert {document["url"].partition("#")[2] for document in train} == {"docstrings", "source"}
+    kinds = {document["url"].partition("#")[2].partition("-")[0] for document in train}
+    assert kinds == {"docstrings", "source"}
+
+
+def test_pieces_make_up_the_text():
+    text = Path(make_corpus.__file__).read_text()
+    pieces = list(make_corpus.split_text(text))
+    assert "".join(pieces) == text + "\n\n"
+    assert len(pieces) > 3
+    assert all(len(piece) >= make_corpus.DOCUMENT_CHARS for piece in pieces[:-1])
 
 
 def test_torchtitan_reads_tokenizer(corpus):

@@ -2,9 +2,9 @@
 
 from titan_offload.apply import Offloader, apply_offload
 from titan_offload.config import OffloadConfig
-from titan_offload.engine import OffloadStats
 from titan_offload.host_runtime import HostRuntime
 from titan_offload.runtime import AcceleratorRuntime, Runtime
+from titan_offload.stats import OffloadStats
 
 __all__ = [
     # What to move, and moving it

@@ -20,11 +20,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from titan_offload.config import OffloadConfig
-from titan_offload.engine import ModelPart, OffloadEngine, OffloadStats
+from titan_offload.engine import OffloadEngine
 from titan_offload.host_runtime import HostRuntime
 from titan_offload.pool import PinnedPool
 from titan_offload.runtime import AcceleratorRuntime, Runtime
 from titan_offload.saved_tensor import storage_id
+from titan_offload.stats import OffloadStats
+from titan_offload.tape import ModelPart
 
 _WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module", "_orig_mod")
 """Name segments that checkpointing and compile add, and that users do not write."""
@@ -104,12 +106,13 @@ class Offloader:
         return self._stats
 
     def remove(self) -> None:
-        """Takes offload away; the models are as before. Graphs that still hold offloaded tensors stay valid."""
+        """Takes offload away, for good; the models are as before. Graphs that hold offloaded tensors stay valid, and
+        pinned memory is given back with the last of them."""
         for installed in self._installed:
             installed.undo()
         self._installed.clear()
         self.part_fqns.clear()
-        self.engine.pool.release_unused()
+        self.engine.pool.retire()
 
 
 def find_blocks(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
@@ -123,7 +126,7 @@ def find_blocks(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         fqn = ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
         names.append(fqn)
-        if fqn not in found and _matches(fqn, pattern):
+        if fqn and fqn not in found and _matches(fqn, pattern):
             found[fqn] = module
     if not found:
         containers = sorted({f"{fqn.rsplit('.', 1)[0]}.*" for fqn in names if fqn.rsplit(".", 1)[-1].isdigit()})

@@ -27,7 +27,9 @@ class OffloadConfig:
         keep_last: number of newest block inputs of a model part that stay on the device. Backward needs them first.
         prefetch_lookahead: number of regions reloaded ahead of the one that backward works on.
         max_inflight_offloads: number of block inputs that may wait on the device for their copy to end. Before one
-            more copy starts, the compute stream waits for the oldest. 0: no limit, a slow link costs device memory.
+            more copy starts, the compute stream waits for the oldest. 0: no limit: forward never waits, and an input
+            leaves the device once the host sees its copy done, which costs device memory the further the host runs
+            ahead.
         min_offload_mib: tensors smaller than this many MiB stay on the device.
         pinned_budget_gib: pinned host memory that this rank may use, in GiB. 0: no limit.
         on_exhausted: what happens to a block input for which the budget has no room. ``"keep"``: it stays on the

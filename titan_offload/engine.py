@@ -5,16 +5,8 @@ on `apply` to say which blocks make up a model part.
 
 How it works. While a block's forward runs, saved-tensor hooks are on: `pack` turns what autograd saves into a `Handle`,
 `unpack` turns the handle back into the tensor. The graph is the only owner of a handle, so whatever ends a graph
-(backward done, loss dropped, forward raised, branch never run) releases what it held; nothing is ever reset.
-
-    Tape      one forward pass of one model part: the regions in the order they ran
-    Region    one checkpointed block in that pass
-    Handle    one tensor as autograd saved it: kept on the device, or a view of a Payload
-    Payload   one storage that moves: its slot, its events, where it is (`State`)
-    Stash     the device tensors whose copy to the host is still under way
-
-References go one way, handle -> payload -> region -> tape, and the engine holds weak ones: no cycle, because TorchTitan
-switches the garbage collector off.
+(backward done, loss dropped, forward raised, branch never run) releases what it held; nothing is ever reset. `tape` has
+the records that the two sides share.
 
 Order. D2H: the side stream waits for an event of the compute stream at `pack`, and for the slot's last user. The
 tensor stays in the stash until the compute stream has waited for the copy's event. H2D: the destination is allocated
@@ -27,21 +19,18 @@ Price: O(1) host work per tensor; on the device at most ``max_inflight_offloads`
 
 import contextlib
 import itertools
-import logging
 import threading
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 
 from titan_offload.config import GIB, OffloadConfig
-from titan_offload.pool import PinnedPool, Slot
-from titan_offload.runtime import Event, Runtime, Stream, Wait
+from titan_offload.pool import PinnedPool
+from titan_offload.runtime import Event, Runtime, Stream
 from titan_offload.saved_tensor import (
     View,
     as_view,
@@ -55,175 +44,8 @@ from titan_offload.saved_tensor import (
     storage_id,
     version_of,
 )
-
-logger = logging.getLogger(__name__)
-
-
-class State(Enum):
-    """Where a payload is. A released one is one that no longer exists."""
-
-    ON_DEVICE = auto()  # its copy to the host has not started
-    D2H_IN_FLIGHT = auto()  # on the device, in the stash; its slot is being written
-    ON_HOST = auto()
-    H2D_IN_FLIGHT = auto()  # reload started, not yet used
-
-
-class Stay(Enum):
-    """Why a tensor stays on the device."""
-
-    NOT_AN_INPUT = "not an input of the block"
-    KEEP_LAST = "keep_last"
-    TOO_SMALL = "smaller than min_offload_mib"
-    LAYOUT = "expanded, overlapping, conjugate, sparse or a tensor subclass"
-    EXHAUSTED = "pinned budget exhausted"
-
-
-@dataclass(frozen=True)
-class OffloadStats:
-    """What one step did. Bytes are of this rank; times are of the compute stream.
-
-    Attributes:
-        num_offloads, offloaded_bytes: storages moved to the host.
-        num_reloads, reloaded_bytes: storages moved back. A second backward counts again.
-        kept: for each reason, number and bytes of block inputs that stayed on the device.
-        num_prefetch_hits: reloads that had been started before backward asked.
-        num_misses: reloads that started only when backward asked; not counted with schedule "sync", where all do.
-        num_resident: unpacks served from the device: copy to the host not done yet, or reloaded before and still alive.
-        h2d_wait_ms: how long backward stood still for reloads.
-        d2h_wait_ms: how long forward stood still because of max_inflight_offloads.
-        pinned_in_use_bytes, pinned_peak_bytes: slots in use at the end of the step, and at most within it.
-        pinned_total_bytes: what the pool's slabs take of the host.
-        num_slabs_made: pinned allocations within the step.
-    """
-
-    num_offloads: int = 0
-    offloaded_bytes: int = 0
-    num_reloads: int = 0
-    reloaded_bytes: int = 0
-    kept: dict[str, tuple[int, int]] = field(default_factory=dict)
-    num_prefetch_hits: int = 0
-    num_misses: int = 0
-    num_resident: int = 0
-    h2d_wait_ms: float = 0.0
-    d2h_wait_ms: float = 0.0
-    pinned_in_use_bytes: int = 0
-    pinned_peak_bytes: int = 0
-    pinned_total_bytes: int = 0
-    num_slabs_made: int = 0
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of block inputs that stayed on the device, for any reason."""
-        return sum(num_bytes for _, num_bytes in self.kept.values())
-
-
-@dataclass(eq=False)
-class ModelPart:
-    """The blocks of one model (or pipeline part) in the order they run.
-
-    Attributes:
-        fqns: fully qualified names of the blocks: the names of their regions.
-        protected_storages: identities of the storages of the parameters and buffers as they are now.
-    """
-
-    fqns: list[str]
-    protected_storages: Callable[[], set[int]]
-
-
-class Tape:
-    """One forward pass of one model part."""
-
-    def __init__(self, part: ModelPart, serial: int) -> None:
-        self.part = part
-        self.serial = serial
-        self.protected = part.protected_storages()
-        self.last_index = -1
-        self.regions: list[weakref.ref[Region]] = []
-        self.moved: dict[int, weakref.ref[Payload]] = {}  # by storage identity
-        self.prefetched: list[weakref.ref[Payload]] = []
-        self.is_started = False
-
-
-class Region:
-    """One checkpointed block in one forward pass."""
-
-    def __init__(self, tape: Tape, index: int) -> None:
-        self.tape = tape
-        self.index = index
-        self.position = len(tape.regions)
-        self.inputs: set[int] = set()  # storage identities; only while the block's forward runs
-        self.payloads: list[weakref.ref[Payload]] = []
-
-    @property
-    def fqn(self) -> str:
-        return self.tape.part.fqns[self.index]
-
-
-class Payload:
-    """One storage that moves: whole, or (``is_gathered``) as the dense copy of one view of it."""
-
-    def __init__(self, engine: "OffloadEngine", region: Region, origin: torch.Tensor, is_gathered: bool) -> None:
-        self.engine = engine
-        self.region = region
-        self.device = origin.device
-        self.origin = weakref.ref(origin.untyped_storage())
-        self.is_gathered = is_gathered
-        self.state = State.ON_DEVICE
-        self.slot: Slot | None = None
-        self.event: Event = None  # last copy of the slot, in or out
-        self.stream: Stream = None  # the compute stream in whose order its device memory is freed
-        self.stashed: StashEntry | None = None  # until the device copy is dropped
-        self.reload: torch.Tensor | None = None  # from the start of a reload to its first use
-        self.reloaded: weakref.ref[torch.UntypedStorage] | None = None
-
-    def move_to(self, state: State, *allowed: State) -> None:
-        assert self.state in allowed, f"{self.region.fqn}: {self.state.name} -> {state.name} is not a transition"
-        self.state = state
-
-    def alive_storage(self) -> torch.UntypedStorage | None:
-        """The device copy that a reload would only repeat, if there is one."""
-        if self.stashed is not None:
-            return self.stashed.source.untyped_storage()
-        return self.reloaded() if self.reloaded is not None else None
-
-    def __del__(self) -> None:
-        if self.slot is not None:
-            self.engine._release(Remains(self.slot, self.event, self.stream, self.stashed, self.reload))
-
-
-@dataclass(eq=False, slots=True)
-class StashEntry:
-    """A device tensor whose copy to the host is under way."""
-
-    payload: "weakref.ref[Payload]"
-    source: torch.Tensor
-    packed: torch.Tensor  # as autograd saved it: it carries the version counter
-    version: object
-    event: Event
-    stream: Stream  # the compute stream when it was packed
-
-
-@dataclass(eq=False, slots=True)
-class Remains:
-    """What a dead payload leaves to be given back in stream order."""
-
-    slot: Slot
-    event: Event
-    stream: Stream
-    stashed: StashEntry | None
-    reload: torch.Tensor | None
-
-
-@dataclass(eq=False, slots=True)
-class Handle:
-    """What autograd holds in place of a saved tensor. Either ``tensor`` (kept) or ``payload`` and ``view`` are set."""
-
-    region: Region
-    tensor: torch.Tensor | None = None
-    version: object = None
-    payload: Payload | None = None
-    view: View | None = None
-    rebuild: Callable[[torch.Tensor], torch.Tensor] | None = None  # from the local tensor to the DTensor
+from titan_offload.stats import OffloadStats, Stay, StepCounter
+from titan_offload.tape import DEAD, Handle, ModelPart, Payload, Region, Remains, StashEntry, State, Tape
 
 
 class OffloadEngine:
@@ -243,20 +65,13 @@ class OffloadEngine:
         self._lock = threading.Lock()
         self._remains: deque[Remains] = deque()  # of dead payloads, to be given back by whoever holds the lock next
         self._stash: deque[StashEntry] = deque()
-        self._waits: dict[str, list[Wait]] = {"h2d": [], "d2h": []}
         self._current: dict[ModelPart, weakref.ref[Tape]] = {}
         self._tapes: dict[int, weakref.ref[Tape]] = {}  # by serial number, oldest first
         self._num_tapes = 0
         self._first_serial = 0  # of this step
         self._order: list[int] = []  # this step's tapes, numbered from 0, as backward reached them
         self._next_tape: dict[int, int] = {}  # learned from the step before
-        self._counts: Counter[str] = Counter()
-        self._num_kept: Counter[Stay] = Counter()
-        self._kept_bytes: Counter[Stay] = Counter()
-        self._exhausted: list[str] = []
-        self._has_moved = False
-        self._has_warned_of_no_op = False
-        self._num_slabs_before = 0
+        self._counter = StepCounter(pool)
 
     # Forward
 
@@ -266,7 +81,7 @@ class OffloadEngine:
         if torch._C._current_graph_task_id() != -1:
             # An outer checkpoint recomputes this block inside backward: what is saved now is used at once. It must
             # still not reach the outer checkpoint, which did not see it in forward either.
-            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            with saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
                 yield
             return
         with self._locked():
@@ -290,11 +105,13 @@ class OffloadEngine:
         region = Region(tape, index)
         tape.last_index = index
         tape.regions.append(weakref.ref(region))
-        self._counts["regions"] += 1
+        self._counter.num["regions"] += 1
         return region
 
     def pack(self, region: Region, tensor: torch.Tensor) -> Handle:
         """Autograd saves ``tensor`` inside ``region``."""
+        # An alias without history but with the same version counter: the tensor itself holds the graph, and so the handle.
+        tensor = tensor.detach()
         local = local_tensor(tensor)
         with self._locked():
             self._reap_stash()
@@ -304,6 +121,7 @@ class OffloadEngine:
                 payload = self._find_moved(region, tensor, local) or self._offload(region, tensor, local)
             if payload is None:
                 return self._keep(region, tensor, local, reason or Stay.EXHAUSTED)
+            region.payloads.append(weakref.ref(payload))
         view = View(local.dtype, local.size(), local.stride(), local.storage_offset(), payload.is_gathered)
         return Handle(region, payload=payload, view=view, rebuild=rebuilder(tensor))
 
@@ -321,15 +139,12 @@ class OffloadEngine:
     def _keep(self, region: Region, tensor: torch.Tensor, local: torch.Tensor, reason: Stay) -> Handle:
         if reason is Stay.EXHAUSTED:
             self._check_exhausted(region, local.nbytes)
-            self._exhausted.append(region.fqn)
-        if reason is not Stay.NOT_AN_INPUT:
-            self._num_kept[reason] += 1
-            self._kept_bytes[reason] += local.nbytes
+        self._counter.keep(region.fqn, reason, local.nbytes)
         return Handle(region, tensor=tensor, version=version_of(tensor))
 
     def _check_exhausted(self, region: Region, num_bytes: int) -> None:
         budget = self.pool.budget_bytes
-        if num_bytes > budget and not self._has_moved:
+        if num_bytes > budget and not self._counter.has_moved:
             raise ValueError(
                 f"activation_offload.pinned_budget_gib = {budget / GIB:.6g} is smaller than one block input: "
                 f"{region.fqn} needs {num_bytes / GIB:.6g} GiB; set it to that times the blocks to move, or to 0 for "
@@ -344,7 +159,7 @@ class OffloadEngine:
 
     def _find_moved(self, region: Region, tensor: torch.Tensor, local: torch.Tensor) -> Payload | None:
         """The payload that has this storage already, with the same content."""
-        payload = next(_alive([region.tape.moved.get(storage_id(local), _DEAD)]), None)
+        payload = next(_alive([region.tape.moved.get(storage_id(local), DEAD)]), None)
         if payload is None or payload.origin() is not local.untyped_storage():
             return None
         return payload if payload.version == version_of(tensor) else None
@@ -352,8 +167,8 @@ class OffloadEngine:
     def _offload(self, region: Region, tensor: torch.Tensor, local: torch.Tensor) -> Payload | None:
         """Starts the copy to the host. None: the pool has no room."""
         # A view of a small part of its storage travels alone; otherwise the storage travels and views are rebuilt.
-        payload = Payload(self, region, local, is_gathered=2 * local.nbytes < local.untyped_storage().nbytes())
-        payload.version = version_of(tensor)
+        is_gathered = 2 * local.nbytes < local.untyped_storage().nbytes()
+        payload = Payload(region, local, version_of(tensor), is_gathered, self._release)
         source = flat_bytes(gather(local) if payload.is_gathered else local)
         payload.slot = self.pool.allocate(source.numel())
         if payload.slot is None:
@@ -368,12 +183,9 @@ class OffloadEngine:
         self._stash.append(payload.stashed)
         if self._is_sync:
             self._drop_oldest()
-        region.payloads.append(weakref.ref(payload))
         if not payload.is_gathered:
             region.tape.moved[storage_id(local)] = weakref.ref(payload)
-        self._has_moved = True
-        self._counts["offloads"] += 1
-        self._counts["offloaded_bytes"] += source.numel()
+        self._counter.move("offloads", source.numel())
         return payload
 
     def _copy(
@@ -413,8 +225,14 @@ class OffloadEngine:
             payload.stashed = None
             check_version(entry.packed, entry.version)
 
+    def _drop_dead(self) -> None:
+        """Drops what has arrived and nobody will ask for; newest first, as backward goes. What has not arrived stays:
+        to wait for it here would make backward wait for copies whose tensors it is done with."""
+        while self._stash and self._stash[-1].payload() is None and self.runtime.query(self._stash[-1].event):
+            self._stash.pop()
+
     def _wait(self, compute: Stream, event: Event, direction: str) -> None:
-        self._waits[direction].append(self.runtime.timed_wait(compute, event))
+        self._counter.wait(direction, self.runtime.timed_wait(compute, event))
 
     # Backward
 
@@ -426,7 +244,7 @@ class OffloadEngine:
                 self._prefetch(handle.region)
                 check_version(handle.tensor, handle.version)
                 return handle.tensor
-            storage = self._bring_back(handle.payload)
+            storage = self._bring_back(handle.region, handle.payload)
         local = as_view(storage, handle.view)
         return local if handle.rebuild is None else handle.rebuild(local)
 
@@ -439,21 +257,21 @@ class OffloadEngine:
         # Not later: what is in the stash when a region is prefetched must still be there when the region is reached.
         self._reap_stash()
 
-    def _bring_back(self, payload: Payload) -> torch.UntypedStorage:
-        """The payload's content on the device, ready for the compute stream."""
+    def _bring_back(self, region: Region, payload: Payload) -> torch.UntypedStorage:
+        """The payload's content on the device, ready for the compute stream, for use in ``region``."""
         alive = payload.alive_storage()
         if alive is not None:
             if payload.stashed is not None:
                 check_version(payload.stashed.packed, payload.stashed.version)
-            self._counts["resident"] += 1
-            self._prefetch(payload.region)
+            self._counter.num["resident"] += 1
+            self._prefetch(region)
             return alive
         if payload.state is State.H2D_IN_FLIGHT:
-            self._counts["prefetch_hits"] += 1
+            self._counter.num["prefetch_hits"] += 1
         else:
-            self._counts["misses"] += not self._is_sync
+            self._counter.num["misses"] += not self._is_sync
             self._start_reload(payload)
-        self._prefetch(payload.region)
+        self._prefetch(region)
         return self._end_reload(payload).untyped_storage()
 
     def _start_reload(self, payload: Payload) -> None:
@@ -463,8 +281,7 @@ class OffloadEngine:
         h2d = compute if self._is_sync else self.runtime.h2d_stream(payload.device)
         events = (self.runtime.record_event(compute), payload.event)
         payload.event = self._copy("h2d", payload.region, payload.reload, payload.slot.buffer, h2d, events)
-        self._counts["reloads"] += 1
-        self._counts["reloaded_bytes"] += payload.reload.numel()
+        self._counter.move("reloads", payload.reload.numel())
 
     def _end_reload(self, payload: Payload) -> torch.Tensor:
         """Hands the reloaded memory over to the compute stream: for its use, or to be dropped."""
@@ -483,14 +300,18 @@ class OffloadEngine:
         """Backward works on ``region``: starts the reloads of the regions that come next."""
         if self._is_sync:
             return
-        next_regions = self._regions_after(region)
-        for payload in _alive(region.tape.prefetched):
-            if payload.state is State.H2D_IN_FLIGHT and payload.region not in (region, *next_regions):
-                self._end_reload(payload)  # backward went another way
-        region.tape.prefetched = [ref for next_region in next_regions for ref in next_region.payloads]
-        for payload in _alive(region.tape.prefetched):
+        ahead = [ref for next_region in self._regions_after(region) for ref in next_region.payloads]
+        for ref in region.tape.prefetched:
+            if ref not in ahead and ref not in region.payloads:
+                self._drop_reload(ref())  # backward went another way
+        region.tape.prefetched = ahead
+        for payload in _alive(ahead):
             if payload.state is State.ON_HOST and payload.alive_storage() is None:
                 self._start_reload(payload)
+
+    def _drop_reload(self, payload: Payload | None) -> None:
+        if payload is not None and payload.state is State.H2D_IN_FLIGHT:
+            self._end_reload(payload)
 
     def _regions_after(self, region: Region) -> list[Region]:
         """The next ``prefetch_lookahead`` regions in backward's order: of this tape, then of the one that follows."""
@@ -503,7 +324,7 @@ class OffloadEngine:
         """The tape that backward takes next: as in the step before, else last in, first out."""
         number = self._next_tape.get(tape.serial - self._first_serial)
         if number is not None:
-            candidates = [self._tapes.get(self._first_serial + number, _DEAD)]
+            candidates = [self._tapes.get(self._first_serial + number, DEAD)]
         else:
             candidates = [ref for serial, ref in reversed(self._tapes.items()) if serial < tape.serial]
         return next((tape for tape in _alive(candidates) if not tape.is_started), None)
@@ -525,11 +346,10 @@ class OffloadEngine:
     def _release_all(self) -> None:
         while self._remains:
             remains = self._remains.popleft()
-            if remains.stashed is not None:
-                self._stash.remove(remains.stashed)
-            if remains.stashed is not None or remains.reload is not None:
-                self._wait(remains.stream, remains.event, "d2h" if remains.reload is None else "h2d")
+            if remains.reload is not None:
+                self._wait(remains.stream, remains.event, "h2d")
             self.pool.free(remains.slot, remains.event)
+        self._drop_dead()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -548,69 +368,9 @@ class OffloadEngine:
         with self._locked():
             if self._order:
                 self._next_tape = dict(itertools.pairwise(self._order))
-            stats = self._take_stats()
-            self._warn(stats)
             self._order = []
             self._first_serial = self._num_tapes
-            self._counts.clear()
-            self._num_kept.clear()
-            self._kept_bytes.clear()
-            self._exhausted.clear()
-            self._num_slabs_before = self.pool.num_grown
-            self.pool.reset_peak()
-        return stats
-
-    def _take_stats(self) -> OffloadStats:
-        counts = self._counts
-        return OffloadStats(
-            num_offloads=counts["offloads"],
-            offloaded_bytes=counts["offloaded_bytes"],
-            num_reloads=counts["reloads"],
-            reloaded_bytes=counts["reloaded_bytes"],
-            kept={reason.value: (num, self._kept_bytes[reason]) for reason, num in self._num_kept.items()},
-            num_prefetch_hits=counts["prefetch_hits"],
-            num_misses=counts["misses"],
-            num_resident=counts["resident"],
-            h2d_wait_ms=self._take_waits("h2d"),
-            d2h_wait_ms=self._take_waits("d2h"),
-            pinned_in_use_bytes=self.pool.bytes_in_use,
-            pinned_peak_bytes=self.pool.peak_bytes_in_use,
-            pinned_total_bytes=self.pool.bytes_pinned,
-            num_slabs_made=self.pool.num_grown - self._num_slabs_before,
-        )
-
-    def _take_waits(self, direction: str) -> float:
-        """Milliseconds of the waits that the device has come past; the others are counted with the next step."""
-        times = [(wait, wait()) for wait in self._waits[direction]]
-        self._waits[direction] = [wait for wait, ms in times if ms is None]
-        return sum(ms for _, ms in times if ms is not None)
-
-    def _warn(self, stats: OffloadStats) -> None:
-        if self._exhausted:
-            num, num_bytes = stats.kept[Stay.EXHAUSTED.value]
-            logger.warning(
-                f"pinned budget of {self.pool.budget_bytes / GIB:.3f} GiB exhausted: {num} block inputs "
-                f"({num_bytes / GIB:.3f} GiB) stayed on the device this step: {', '.join(self._exhausted)}; raise "
-                "activation_offload.pinned_budget_gib"
-            )
-        if not self._has_moved and not self._has_warned_of_no_op:
-            self._has_warned_of_no_op = True
-            logger.warning(f"activation offload is on, but nothing was moved in the first step: {self._why_no_op()}")
-
-    def _why_no_op(self) -> str:
-        if not self._counts["regions"]:
-            return "no block ran in training mode with gradients enabled"
-        if not self._num_kept:
-            return (
-                "no block was given, as a positional tensor, an input that needs a gradient (keyword tensors are not "
-                "seen by saved-tensor hooks)"
-            )
-        reasons = (f"{num} x {reason.value}" for reason, num in self._num_kept.items())
-        return f"every block input stayed on the device: {', '.join(reasons)}"
-
-
-_DEAD = weakref.ref(type("Dead", (), {})())
-"""A weak reference to nothing: what a look-up returns where there is no entry."""
+            return self._counter.step_end()
 
 
 def _alive(refs: Iterable[weakref.ref]) -> Iterator:

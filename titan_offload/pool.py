@@ -76,6 +76,7 @@ class PinnedPool:
         self.peak_bytes_pinned = 0
         self.num_grown = 0
         self._runtime = runtime
+        self._is_retired = False
         self._slabs: list[Slab] = []
         self._sizes: list[int] = []  # sorted; keys of _free that have extents
         self._free: dict[int, list[Extent]] = {}
@@ -118,6 +119,8 @@ class PinnedPool:
         extent.slab.num_used -= 1
         self.bytes_in_use -= extent.size
         self._put(extent)
+        if self._is_retired:
+            self._release_free_slabs()
 
     def _take(self, size: int) -> Extent | None:
         """The smallest free extent that holds ``size`` bytes, cut to it."""
@@ -200,8 +203,12 @@ class PinnedPool:
         self._runtime.free_pinned(slab.buffer)
         self.bytes_pinned -= slab.pinned_bytes
 
-    def release_unused(self) -> None:
-        """Gives the slabs back that no slot is in."""
+    def retire(self) -> None:
+        """Gives each slab back as soon as no slot is in it: now, or when its last slot is freed."""
+        self._is_retired = True
+        self._release_free_slabs()
+
+    def _release_free_slabs(self) -> None:
         for slab in [slab for slab in self._slabs if slab.num_used == 0]:
             self._release(slab)
 

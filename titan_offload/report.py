@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from rich.table import Table
 
 from titan_offload.config import GIB, MIB, OffloadConfig
-from titan_offload.engine import OffloadStats
+from titan_offload.stats import OffloadStats
 
 
 @dataclass

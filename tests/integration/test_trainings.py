@@ -9,35 +9,47 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[2]
-OFF = ["--activation_offload.mode", "none"]
-OVERLAP = ["--activation_offload.min_offload_mib", "0.01", "--activation_offload.prefetch_lookahead", "2"]
-SYNC = ["--activation_offload.min_offload_mib", "0.01", "--activation_offload.schedule", "sync"]
-VARIANTS = {"off": OFF, "overlap": OVERLAP, "sync": SYNC}
+SMALL = "--training.steps 3 --training.seq_len 64 --debug.deterministic --metrics.log_freq 1"
+MOVE_ALL_SIZES = "--activation_offload.min_offload_mib 0.01"
+VARIANTS = {
+    "off": "--activation_offload.mode none",
+    "overlap": f"{MOVE_ALL_SIZES} --activation_offload.prefetch_lookahead 2",
+    "sync": f"{MOVE_ALL_SIZES} --activation_offload.schedule sync",
+}
 
-LLAMA3 = ["--job.config_file", "train_configs/debug_cpu.toml"]
-MOE = ["--job.config_file", "train_configs/debug_moe_cpu.toml"]
-SMALL = "--training.steps 3 --training.seq_len 64 --debug.deterministic --metrics.log_freq 1".split()
-VALIDATE = "--validation.enable --validation.freq 2 --validation.steps 2 --validation.seq_len 64".split()
+LLAMA3 = "--job.config_file train_configs/debug_cpu.toml"
+MOE = "--job.config_file train_configs/debug_moe_cpu.toml"
 
-# name -> flags, number of block inputs per step of rank 0 that move
+# name -> flags, number of block inputs of rank 0 that move in a step
 ROWS = {
     "llama3 FSDP2": (LLAMA3, 5),
-    "llama3 FSDP2, accumulation": ([*LLAMA3, "--training.global_batch_size", "16"], 10),
-    "llama3 FSDP2, validation": ([*LLAMA3, *VALIDATE], 5),
-    "deepseek_v3 FSDP2": (MOE, 5),
+    "deepseek_v3 FSDP2": (f"{MOE} --training.local_batch_size 4", 5),
+    "deepseek_v3 FSDP2, accumulation": (
+        f"{MOE} --training.local_batch_size 4 --training.global_batch_size 16",
+        10,
+    ),
+    "llama3 FSDP2, accumulation, validation": (
+        f"{LLAMA3} --training.global_batch_size 16 --validation.enable --validation.freq 2 --validation.seq_len 64",
+        10,
+    ),
+    "llama3 FSDP2, bfloat16": (f"{LLAMA3} --training.mixed_precision_param bfloat16", 5),
     "llama3 TP": (
-        [*LLAMA3, *"--parallelism.tensor_parallel_degree 2 --parallelism.data_parallel_shard_degree 1".split()],
+        f"{LLAMA3} --parallelism.tensor_parallel_degree 2 --parallelism.data_parallel_shard_degree 1",
         5,
     ),
     "llama3 PP 1F1B": (
-        [
-            *LLAMA3,
-            *"--parallelism.pipeline_parallel_degree 2 --parallelism.data_parallel_shard_degree 1".split(),
-            *"--parallelism.pipeline_parallel_schedule 1F1B".split(),
-        ],
+        f"{LLAMA3} --parallelism.pipeline_parallel_degree 2 --parallelism.data_parallel_shard_degree 1 "
+        "--parallelism.pipeline_parallel_schedule 1F1B",
         8,
     ),
-    "llama3 FSDP2, selective AC": ([*LLAMA3, *"--activation_checkpoint.mode selective".split()], 5),
+    "llama3 FSDP2, selective AC of ops": (
+        f"{LLAMA3} --activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op",
+        5,
+    ),
+    "llama3 FSDP2, every second block": (
+        f"{LLAMA3} --activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 2",
+        2,
+    ),
 }
 
 
@@ -47,9 +59,9 @@ def results(tmp_path_factory):
     corpus = REPO / "data" / "corpus"
     subprocess.run([sys.executable, "scripts/make_corpus.py", "--out", str(corpus)], cwd=REPO, check=True)
     rows = [
-        [*flags, *SMALL, "--job.dump_folder", str(folder / f"{name} {variant}".replace(" ", "_")), *extra]
-        for name, (flags, _) in ROWS.items()
-        for variant, extra in VARIANTS.items()
+        f"{flags} {SMALL} --job.dump_folder {folder / 'run'} {extra}".split()
+        for flags, _ in ROWS.values()
+        for extra in VARIANTS.values()
     ]
     (folder / "rows.json").write_text(json.dumps(rows))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
