@@ -110,7 +110,8 @@ class OffloadEngine:
 
     def pack(self, region: Region, tensor: torch.Tensor) -> Handle:
         """Autograd saves ``tensor`` inside ``region``."""
-        # An alias without history but with the same version counter: the tensor itself holds the graph, and so the handle.
+        # An alias without history, but with the same version counter: the tensor itself holds the graph, which holds
+        # the handle.
         tensor = tensor.detach()
         local = local_tensor(tensor)
         with self._locked():
