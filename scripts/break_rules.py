@@ -189,14 +189,14 @@ DEVICE_MEMORY = [
     ),
     rule(
         "a reloaded tensor that is alive is used again",
-        "engine",
+        "tape",
         "        return self.reloaded() if self.reloaded is not None else None",
         "        return None",
         f"{E}prefetch_does_not_repeat_what_is_alive",
     ),
     rule(
         "a tensor in the stash is used as it is",
-        "engine",
+        "tape",
         "        if self.stashed is not None:\n            return self.stashed.source.untyped_storage()\n",
         "",
         OVERLAP,
@@ -249,9 +249,9 @@ DEVICE_MEMORY = [
 OWNERSHIP = [
     rule(
         "a payload that dies gives its slot back",
-        "engine",
-        "    def __del__(self) -> None:\n        if self.slot is not None:",
-        "    def __del__(self) -> None:\n        if False:",
+        "tape",
+        "        if self.slot is not None:\n            self.release(",
+        "        if False:\n            self.release(",
         f"{E}dropped_graph_releases_everything",
     ),
     rule(
@@ -268,6 +268,13 @@ OWNERSHIP = [
         "        self._drop_dead()\n",
         "",
         f"{E}dropped_graph_releases_everything",
+    ),
+    rule(
+        "what is dead is known to be so at once",
+        "tape",
+        "            self.stashed.payload = DEAD",
+        "            pass",
+        f"{E}dropped_graph_leaves_nothing_in_the_stash_if_its_copies_have_ended",
     ),
     rule(
         "what is dead stays in the stash until its copy has ended",
@@ -481,8 +488,8 @@ WHAT_MOVES = [
     rule(
         "a view of little of its storage travels alone",
         "engine",
-        "is_gathered=2 * local.nbytes < local.untyped_storage().nbytes()",
-        "is_gathered=False",
+        "is_gathered = 2 * local.nbytes < local.untyped_storage().nbytes()",
+        "is_gathered = False",
         f"{E}kinds_of_views",
     ),
     rule(
@@ -555,9 +562,16 @@ PREFETCH = [
     rule(
         "what stayed on the device prefetches too",
         "engine",
-        "            if handle.payload is None:\n                self._prefetch(handle.region)\n",
-        "            if handle.payload is None:\n",
+        "                    self._prefetch(handle.region)\n",
+        "                    pass\n",
         f"{E}exact_counts",
+    ),
+    rule(
+        "a region's own reload starts before those of the next",
+        "engine",
+        "                if not handle.region.payloads:",
+        "                if True:",
+        f"{E}a_regions_own_reload_starts_before_those_of_the_next",
     ),
     rule(
         "a tape's first region starts the next tape's last",
@@ -599,28 +613,28 @@ REPORTS = [
     ),
     rule(
         "exhausted, keep: reported once per step",
-        "engine",
-        "        if self._exhausted:\n            num, num_bytes",
-        "        if False:\n            num, num_bytes",
+        "stats",
+        "        if self._exhausted:\n",
+        "        if False:\n",
         f"{E}exhausted_pool_keeps_the_rest_on_the_device",
     ),
     rule(
         "a budget below one block input stops at once",
         "engine",
-        "if num_bytes > budget and not self._has_moved:",
+        "if num_bytes > budget and not self._counter.has_moved:",
         "if False:",
         f"{E}budget_smaller_than_one_block_input_stops_at_once",
     ),
     rule(
         "a run that moves nothing says so",
-        "engine",
-        "if not self._has_moved and not self._has_warned_of_no_op:",
+        "stats",
+        "if not self.has_moved and not self._has_warned_of_no_op:",
         "if False:",
         f"{E}small_tensors_stay_and_a_run_that_moves_nothing_says_so",
     ),
     rule(
         "waits are measured",
-        "engine",
+        "stats",
         "return sum(ms for _, ms in times if ms is not None)",
         "return 0.0",
         f"{E}waits_are_measured",

@@ -506,3 +506,11 @@ def test_a_copy_of_a_compiled_model_trains_its_own_weights(fresh_dynamo):
     train_step(model)
     toy.assert_same_grads(model, reference())
     assert offloader.step_end().num_offloads == toy.NUM_BLOCKS - 1
+
+
+def test_a_key_without_effect_is_warned_of_once(caplog):
+    toy.offload(toy.make_model(), schedule="sync", prefetch_lookahead=3)
+    assert [record.message for record in caplog.records] == [
+        "activation_offload: prefetch_lookahead set, without effect (mode 'block_inputs', schedule 'sync', "
+        "pinned_budget_gib 0)"
+    ]

@@ -106,3 +106,19 @@ def test_config_needs_no_torch():
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("settings", "idle"),
+    [
+        ({}, []),
+        ({"schedule": "sync"}, []),
+        ({"schedule": "sync", "prefetch_lookahead": 2, "keep_last": 2}, ["prefetch_lookahead"]),
+        ({"schedule": "sync", "max_inflight_offloads": 0}, ["max_inflight_offloads"]),
+        ({"mode": "none", "keep_last": 2, "schedule": "sync"}, ["schedule", "keep_last"]),
+        ({"on_exhausted": "error"}, ["on_exhausted"]),
+        ({"on_exhausted": "error", "pinned_budget_gib": 1}, []),
+    ],
+)
+def test_keys_without_effect(settings, idle):
+    assert OffloadConfig(**settings).keys_without_effect() == idle

@@ -1028,7 +1028,7 @@ def test_what_has_arrived_leaves_the_device_at_the_next_pack():
 
     model.between = watch
     model.loss(toy.make_tokens()).backward()
-    assert max(stashed) == 1
+    assert max(stashed) <= 1
 
 
 def test_an_input_that_all_blocks_share_moves_once_and_does_not_disturb_prefetch():
@@ -1156,7 +1156,8 @@ def test_graph_dropped_while_a_reload_is_under_way():
     loss = model.loss(toy.make_tokens())
     weight = model.layers["4"]._checkpoint_wrapped_module.w1.weight
     torch.autograd.grad(outputs[5].sum(), weight, retain_graph=True)  # works on region 4, prefetches 3
-    reload = [line for line in runtime.log if line.startswith("record h2d")][-1].removeprefix("record ")
+    started = {line.removeprefix("record ") for line in runtime.log if line.startswith("record h2d")}
+    [reload] = started - {line.removeprefix("compute waits for ") for line in runtime.log}
     runtime.log = []
     outputs.clear()
     del loss
@@ -1209,3 +1210,23 @@ def test_dropped_graph_leaves_nothing_in_the_stash_if_its_copies_have_ended():
     offloader.engine.runtime.query = lambda event: True
     del loss
     assert not offloader.engine._stash
+
+
+def test_a_regions_own_reload_starts_before_those_of_the_next():
+    """What stayed on the device may be unpacked first: here the rotary table, on torch 2.11 always an empty dummy.
+    Guards: `if not handle.region.payloads` in `unpack`."""
+
+    class Swapped(toy.Block):
+        def forward(self, rope, x):
+            return super().forward(x, rope)
+
+    model = toy.make_model(block=Swapped)
+    model.call = lambda block, h, rope: block(rope, h)
+    offloader = toy.offload(model, keep_last=0, max_inflight_offloads=1)
+    started = []
+    start = offloader.engine._start_reload
+    offloader.engine._start_reload = lambda payload: (started.append(payload.region.index), start(payload))[1]
+    loss = model.loss(toy.make_tokens())
+    let_copies_end(offloader)
+    loss.backward()
+    assert started == list(reversed(range(toy.NUM_BLOCKS)))

@@ -3,10 +3,14 @@ edges of AcceleratorRuntime against a torch that records instead of acting."""
 
 import contextlib
 import fcntl
+import os
+import subprocess
+import sys
 import threading
 import time
 import types
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -385,6 +389,20 @@ def test_threads_end_when_the_runtime_is_dropped(has_copies):
         thread.join(timeout=10)
     assert not any(thread.is_alive() for thread in threads)
     assert gone() is None
+
+
+def test_process_ends_well_while_side_streams_are_at_work():
+    """A daemon thread that the interpreter stops inside torch aborts the process."""
+    script = (
+        "from titan_offload import HostRuntime\n"
+        "host = HostRuntime()\n"
+        "slot = host.allocate_pinned(10_000_000)\n"
+        "for _ in range(200):\n"
+        "    host.scrub(slot, host.record_event(host.compute_stream(None)))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(titan_offload.host_runtime.__file__).parent.parent)}
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_same_seed_same_jitter(monkeypatch):

@@ -357,3 +357,13 @@ def test_process_not_started_by_torchrun_says_so(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         train.check_command_line()
     assert "start this with torchrun" in capsys.readouterr().err
+
+
+def test_section_without_its_converter_is_warned_of(caplog):
+    config = SimpleNamespace(activation_offload=object(), model=SimpleNamespace(converters=["float8"]))
+    train.warn_if_converter_is_missing(config)
+    config.model.converters.append("titan_offload")
+    train.warn_if_converter_is_missing(config)
+    assert [record.message for record in caplog.records] == [
+        '[activation_offload] has no effect: add "titan_offload" to model.converters'
+    ]

@@ -8,6 +8,7 @@ state dict keys stay as they are, and `Offloader.remove` leaves nothing behind.
 
 import functools
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from titan_offload.runtime import AcceleratorRuntime, Runtime
 from titan_offload.saved_tensor import storage_id
 from titan_offload.stats import OffloadStats
 from titan_offload.tape import ModelPart
+
+logger = logging.getLogger(__name__)
 
 _WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module", "_orig_mod")
 """Name segments that checkpointing and compile add, and that users do not write."""
@@ -60,6 +63,11 @@ def apply_offload(
         ValueError: no block matches, none is checkpointed, one is checkpointed in reentrant mode or has offload
             already, or ``keep_last`` leaves nothing to move. The model is as it was.
     """
+    if idle := offload.keys_without_effect():
+        logger.warning(
+            f"activation_offload: {', '.join(idle)} set, without effect (mode {offload.mode!r}, schedule "
+            f"{offload.schedule!r}, pinned_budget_gib {offload.pinned_budget_gib:g})"
+        )
     if runtime is None:
         runtime = AcceleratorRuntime() if torch.accelerator.is_available() else HostRuntime()
     budget_bytes = offload.budget_bytes if budget_bytes is None else budget_bytes

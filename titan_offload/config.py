@@ -5,7 +5,7 @@ library, so that a planner or a test can import it without torch.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 MIB = 1024**2
 GIB = 1024**3
@@ -61,6 +61,17 @@ class OffloadConfig:
             _check_count(key, getattr(self, key))
         for key in ("min_offload_mib", "pinned_budget_gib"):
             _check_size(key, getattr(self, key))
+
+    def keys_without_effect(self) -> list[str]:
+        """Keys that were changed from their defaults and do nothing beside the others."""
+        idle = []
+        if self.mode == "none":
+            idle = [key.name for key in fields(self) if key.name != "mode"]
+        elif self.schedule == "sync":
+            idle = ["prefetch_lookahead", "max_inflight_offloads"]
+        if self.pinned_budget_gib == 0:
+            idle.append("on_exhausted")
+        return [key.name for key in fields(self) if key.name in idle and getattr(self, key.name) != key.default]
 
     @property
     def min_offload_bytes(self) -> int:

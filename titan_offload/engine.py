@@ -242,7 +242,8 @@ class OffloadEngine:
         with self._locked():
             self._start_backward(handle.region.tape)
             if handle.payload is None:
-                self._prefetch(handle.region)
+                if not handle.region.payloads:  # else its own reload comes first, and starts the next ones
+                    self._prefetch(handle.region)
                 check_version(handle.tensor, handle.version)
                 return handle.tensor
             storage = self._bring_back(handle.region, handle.payload)

@@ -11,6 +11,7 @@ pattern before, so that a wait that was forgotten shows as wrong numbers. Two mo
 Freed slots are overwritten. Price: one fill per reload, one per freed slot, and a few microseconds per copy.
 """
 
+import atexit
 import queue
 import random
 import threading
@@ -90,8 +91,10 @@ class HostRuntime(Runtime):
 
     def _start_stream(self, name: str) -> HostStream:
         stream = HostStream(name, threaded=True)
-        threading.Thread(target=_run, args=(stream.tasks,), name=f"offload-{name}", daemon=True).start()
+        thread = threading.Thread(target=_run, args=(stream.tasks,), name=f"offload-{name}", daemon=True)
+        thread.start()
         weakref.finalize(self, stream.tasks.put, None)  # the thread ends with its runtime
+        _threads[thread] = stream.tasks
         return stream
 
     def compute_stream(self, device: torch.device) -> HostStream:
@@ -217,6 +220,19 @@ class HostRuntime(Runtime):
             # The copy ends before the next event that is recorded on its stream.
             moment = (stream.name, stream.clock[stream.name] + 1)
             (self._last_write if is_write else self._last_read)[slot] = moment
+
+
+_threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A daemon thread that the interpreter stops inside torch aborts the process."""
+    threads = list(_threads.items())
+    for _, tasks in threads:
+        tasks.put(None)
+    for thread, _ in threads:
+        thread.join(timeout=10)
 
 
 def _run(tasks: queue.SimpleQueue) -> None:

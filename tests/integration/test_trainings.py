@@ -33,8 +33,8 @@ ROWS = {
         10,
     ),
     "llama3 FSDP2, bfloat16": (f"{LLAMA3} --training.mixed_precision_param bfloat16", 5),
-    "llama3 TP": (
-        f"{LLAMA3} --parallelism.tensor_parallel_degree 2 --parallelism.data_parallel_shard_degree 1",
+    "llama3 TP, stock Trainer": (
+        f"stock {LLAMA3} --parallelism.tensor_parallel_degree 2 --parallelism.data_parallel_shard_degree 1",
         5,
     ),
     "llama3 PP 1F1B": (

@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node 2 tests/integration/trainings.py rows.json out.json
 
-``rows.json`` holds lists of command line flags. Importing torch and TorchTitan takes longer than a few steps of a debug
+``rows.json`` holds lists of command line flags; a first flag ``stock`` takes TorchTitan's own Trainer, as
+``torchtitan.train`` would. Importing torch and TorchTitan takes longer than a few steps of a debug
 model, so all rows share one start; they also share the process group, which TorchTitan leaves alone if it exists.
 Rank 0 writes, per row, what every rank saw: each step's loss and gradient norm with all digits, validation losses,
 module names, state dict keys, and the statistics of offload.
@@ -19,10 +20,14 @@ from titan_offload.titan.train import OffloadTrainer, repair_for_cpu
 repair_for_cpu()  # before anything else of TorchTitan is imported
 
 from torchtitan.config import ConfigManager  # noqa: E402
+from torchtitan.train import Trainer  # noqa: E402
 
 
 def train(flags: list[str]) -> dict:
-    trainer = OffloadTrainer(ConfigManager().parse_args(flags))
+    trainer_class = OffloadTrainer
+    if flags[0] == "stock":
+        trainer_class, flags = Trainer, flags[1:]
+    trainer = trainer_class(ConfigManager().parse_args(flags))
     metrics = trainer.metrics_processor
     log, seen = metrics.logger.log, []
 
@@ -50,7 +55,6 @@ def main() -> None:
         rows = json.load(file)
     results = []
     for flags in rows:
-        gathered = [None] * int(dist.get_world_size()) if dist.is_initialized() else None
         row = train(flags)
         gathered = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, row)

@@ -35,6 +35,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
 
 USER_ERROR_EXIT_CODE = 2
 
@@ -209,6 +210,7 @@ class OffloadTrainer(torchtitan.train.Trainer):
     def init_distributed(self) -> ParallelDims:
         # The first thing of __init__ that a subclass can reach, and the last before tokenizer, data and model.
         refuse_unknown_flavor(self.job_config)
+        warn_if_converter_is_missing(self.job_config)
         if self.on_cpu:
             refuse_what_the_cpu_cannot_do(self.job_config)
         parallel_dims = super().init_distributed()
@@ -226,6 +228,12 @@ class OffloadTrainer(torchtitan.train.Trainer):
         super().train_step(data_iterator)
         if self._show_step is not None:
             self._show_step(self.step)
+
+
+def warn_if_converter_is_missing(job_config: JobConfig) -> None:
+    """The sections are known to the config parser whether or not the converter that reads them is named."""
+    if hasattr(job_config, "activation_offload") and "titan_offload" not in job_config.model.converters:
+        logger.warning('[activation_offload] has no effect: add "titan_offload" to model.converters')
 
 
 def refuse_unknown_flavor(job_config: JobConfig) -> None:
