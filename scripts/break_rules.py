@@ -1,4 +1,4 @@
-"""Breaks the rules of the engine's contract (design.md, section 4) one by one, and shows that a test notices each.
+"""Breaks the rules of the engine's contract (docs/engine.md) one by one, and shows that a test notices each.
 
 Run by hand: ``python scripts/break_rules.py [WORD]`` (only the rules whose name has WORD in it). Each rule is one
 change of text in a copy of the package; the tests named with it must fail there. They pass on an unchanged copy, which

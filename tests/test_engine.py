@@ -873,7 +873,7 @@ def logs_of_forward_and_backward(num_blocks, **config):
 
 
 def test_exact_order_with_schedule_overlap():
-    """Every wait of the design's contract in its place. Guards, alone, those that another wait happens to imply here:
+    """Every wait of the engine's contract in its place. Guards, alone, those that another wait happens to imply here:
     h2d's for the D2H (in `_start_reload`), and that the compute stream is asked for anew each time."""
     forward, backward = logs_of_forward_and_backward(3, keep_last=0, max_inflight_offloads=1)
     offload = ["compute?", "record compute 1", "d2h waits for compute 1", "d2h copies slot 0", "record d2h 1"]

@@ -1,4 +1,4 @@
-"""Who may import whom: the table of design.md, section 2, held against the source of every module."""
+"""Who may import whom: a module knows those below it, never those above it."""
 
 import ast
 from pathlib import Path

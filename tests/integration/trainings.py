@@ -9,6 +9,7 @@ Rank 0 writes, per row, what every rank saw: each step's loss and gradient norm 
 module names, state dict keys, and the statistics of offload.
 """
 
+import gc
 import json
 import sys
 from dataclasses import asdict
@@ -46,6 +47,8 @@ def train(flags: list[str]) -> dict:
         "report": asdict(metrics.logger._own) if hasattr(metrics.logger, "_own") else None,
     }
     trainer.close()
+    del trainer, metrics
+    gc.collect()  # TorchTitan switched the collector off, and a trainer is full of cycles
     return row
 
 
