@@ -389,14 +389,14 @@ WHAT_MOVES = [
     rule(
         "content: the version counter when the stash entry is dropped",
         "engine",
-        "            check_version(entry.packed, entry.version)\n",
+        "            check_version(entry.packed, payload.version)\n",
         "",
         f"{E}in_place_change_of_a_packed_input_raises_as_autograd_would",
     ),
     rule(
         "content: the version counter when unpack takes from the stash",
         "engine",
-        "                check_version(payload.stashed.packed, payload.stashed.version)\n",
+        "                check_version(payload.stashed.packed, payload.version)\n",
         "                pass\n",
         f"{E}in_place_change_of_a_packed_input_raises_as_autograd_would",
     ),

@@ -180,7 +180,7 @@ class OffloadEngine:
         d2h = compute if self._is_sync else self.runtime.d2h_stream(payload.device)
         events = (self.runtime.record_event(compute), *payload.slot.events)
         payload.event = self._copy("d2h", region, payload.slot.buffer, source, d2h, events)
-        payload.stashed = StashEntry(weakref.ref(payload), source, tensor, payload.version, payload.event, compute)
+        payload.stashed = StashEntry(weakref.ref(payload), source, tensor, payload.event, compute)
         self._stash.append(payload.stashed)
         if self._is_sync:
             self._drop_oldest()
@@ -224,7 +224,7 @@ class OffloadEngine:
         if payload is not None:
             payload.move_to(State.ON_HOST, State.D2H_IN_FLIGHT)
             payload.stashed = None
-            check_version(entry.packed, entry.version)
+            check_version(entry.packed, payload.version)
 
     def _drop_dead(self) -> None:
         """Drops what has arrived and nobody will ask for; newest first, as backward goes. What has not arrived stays:
@@ -264,7 +264,7 @@ class OffloadEngine:
         alive = payload.alive_storage()
         if alive is not None:
             if payload.stashed is not None:
-                check_version(payload.stashed.packed, payload.stashed.version)
+                check_version(payload.stashed.packed, payload.version)
             self._counter.num["resident"] += 1
             self._prefetch(region)
             return alive

@@ -125,7 +125,6 @@ class StashEntry:
     payload: "weakref.ref[Payload]"
     source: torch.Tensor
     packed: torch.Tensor  # as autograd saved it: it carries the version counter
-    version: tuple[int, ...]
     event: Event
     stream: Stream  # the compute stream when it was packed
 
