@@ -182,8 +182,7 @@ def test_expected_block_input_bytes_and_a_budget_below_it(flags, dims, num_bytes
         (["--activation_offload.mode", "all"], "not built yet"),
         (["--activation_offload.mode", "blocks"], "activation_offload.mode = 'blocks'"),
         (["--activation_offload.keep_last", "-1"], "activation_offload.keep_last = -1"),
-        (["--selective_checkpoint.enable"], "selective saves are not built yet"),
-        (["--selective_checkpoint.save_ops", "aten::mm"], "selective saves are not built yet"),
+        (["--selective_checkpoint.save_matmul_min_k", "-1"], "selective_checkpoint.save_matmul_min_k = -1"),
     ],
 )
 def test_bad_flags_on_the_command_line(flags, text, capsys):

@@ -719,7 +719,7 @@ def test_exhausted_pool_raises_if_asked_to(room_for):
 def test_budget_smaller_than_one_block_input_stops_at_once():
     model = toy.make_model()
     offloader = toy.offload(model, pinned_budget_gib=(toy.INPUT_BYTES - 1) / 1024**3)
-    with pytest.raises(ValueError, match=r"pinned_budget_gib = .* is smaller than one block input: layers\.0"):
+    with pytest.raises(ValueError, match=r"pinned_budget_gib = .* is smaller than one tensor to move: layers\.0"):
         model.loss(toy.make_tokens())
     assert toy.slots_in_use(offloader) == 0
 

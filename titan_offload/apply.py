@@ -1,11 +1,14 @@
-"""apply_offload: finds a model's blocks and puts the engine around their forwards.
+"""apply_offload: finds a model's blocks and puts the engine around their forwards, and selective saves into them.
 
 Owns everything that knows modules by name. The hook is an instance attribute ``forward`` of the block as it is after
 tensor parallel, checkpointing, compile and ``fully_shard``: inside FSDP2's own forward hooks, so that it sees inputs as
-cast and parameters as gathered, and outside the checkpoint and any compiled region. The module tree, module names and
-state dict keys stay as they are, and `Offloader.remove` leaves nothing behind.
+cast and parameters as gathered, and outside the checkpoint and any compiled region. Selective saves are the
+``context_fn`` of the block's checkpoint. The module tree, module names and state dict keys stay as they are, and
+`Offloader.remove` leaves nothing behind.
 """
 
+import contextlib
+import dataclasses
 import functools
 import inspect
 import logging
@@ -19,13 +22,17 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
-from titan_offload.config import OffloadConfig
+from titan_offload.config import OffloadConfig, SelectiveConfig
 from titan_offload.engine import OffloadEngine
 from titan_offload.host_runtime import HostRuntime
 from titan_offload.pool import PinnedPool
 from titan_offload.runtime import AcceleratorRuntime, Runtime
+from titan_offload.save_policy import check_save_ops, matches_module
+from titan_offload.save_registry import closest
 from titan_offload.saved_tensor import storage_id
+from titan_offload.selective import BlockSaves, SelectiveSaves
 from titan_offload.stats import OffloadStats
 from titan_offload.tape import ModelPart
 
@@ -35,35 +42,61 @@ _WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module", "_orig_mod")
 """Name segments that checkpointing and compile add, and that users do not write."""
 
 
+LayerTypeOf = Callable[[nn.Module], str | None]
+
+
 def apply_offload(
     model: nn.Module,
     offload: OffloadConfig,
+    selective: SelectiveConfig | None = None,
     *,
     blocks: str = "layers.*",
     runtime: Runtime | None = None,
     budget_bytes: int | None = None,
+    layer_type_of: LayerTypeOf | None = None,
 ) -> "Offloader":
-    """Moves the block inputs of ``model`` to pinned host memory during forward and back in time for backward.
+    """Moves the block inputs of ``model`` to pinned host memory during forward and back in time for backward, and saves
+    the outputs of chosen ops in its blocks instead of recomputing them.
 
-    Call it after activation checkpointing, compile and ``fully_shard``; each block to move must be wrapped by torch's
+    Call it after activation checkpointing, compile and ``fully_shard``; each block must be wrapped by torch's
     ``checkpoint_wrapper``. Works with or without FSDP2, with or without TorchTitan.
 
     Args:
         model: the model, or one pipeline part of it (`Offloader.attach` adds further parts).
         offload: what to move, and how.
+        selective: which op outputs to save. Default: those of registered saves (`register_mandatory_save`) only.
         blocks: glob on fully qualified module names. Wildcards do not cross dots: ``layers.*`` is each layer, and
             ``layers.1`` is not ``layers.10``.
         runtime: the device. Default: the accelerator if there is one, else `HostRuntime`.
         budget_bytes: pinned host memory of this rank, in bytes. Default: ``offload.budget_bytes``.
+        layer_type_of: the attention type of a block, such as ``"sliding_attention"``. Default: its attribute
+            ``attention_type`` or ``layer_type``.
 
     Returns:
         The handle on it all: call its ``step_end()`` after each optimizer step.
 
     Raises:
         ValueError: no block matches, none is checkpointed, one is checkpointed in reentrant mode or has offload
-            already, or ``keep_last`` leaves nothing to move. The model is as it was.
+            already, or ``keep_last`` leaves nothing to move; ``selective`` names an op, module or layer type that does
+            not exist, or asks of a compiled block what only an eager one can do. The model is as it was.
     """
-    if idle := offload.keys_without_effect():
+    if selective is not None:
+        check_selective(model, selective, blocks, layer_type_of)
+    offloader = make_offloader(offload, selective, runtime, budget_bytes, layer_type_of)
+    offloader.attach(model, blocks=blocks)
+    return offloader
+
+
+def make_offloader(
+    offload: OffloadConfig,
+    selective: SelectiveConfig | None = None,
+    runtime: Runtime | None = None,
+    budget_bytes: int | None = None,
+    layer_type_of: LayerTypeOf | None = None,
+) -> "Offloader":
+    """An offloader without a model. Arguments are those of `apply_offload`, which checks ``selective`` against a model:
+    call `check_selective` with the whole one if the parts to attach are less."""
+    if idle := offload.keys_without_effect(selective is not None and selective.offload):
         logger.warning(
             f"activation_offload: {', '.join(idle)} set, without effect (mode {offload.mode!r}, schedule "
             f"{offload.schedule!r}, pinned_budget_gib {offload.pinned_budget_gib:g})"
@@ -71,9 +104,7 @@ def apply_offload(
     if runtime is None:
         runtime = AcceleratorRuntime() if torch.accelerator.is_available() else HostRuntime()
     budget_bytes = offload.budget_bytes if budget_bytes is None else budget_bytes
-    offloader = Offloader(OffloadEngine(offload, runtime, PinnedPool(runtime, budget_bytes)))
-    offloader.attach(model, blocks=blocks)
-    return offloader
+    return Offloader(OffloadEngine(offload, runtime, PinnedPool(runtime, budget_bytes)), selective, layer_type_of)
 
 
 class Offloader:
@@ -81,32 +112,69 @@ class Offloader:
 
     Attributes:
         engine: moves the tensors.
-        part_fqns: for each attached part, the names of the blocks under offload.
+        saves: decides what is saved, and says what was.
+        part_fqns: for each attached part, the names of the blocks whose inputs, or saved outputs, are moved.
     """
 
-    def __init__(self, engine: OffloadEngine) -> None:
+    def __init__(
+        self, engine: OffloadEngine, selective: SelectiveConfig | None = None, layer_type_of: LayerTypeOf | None = None
+    ) -> None:
         self.engine = engine
+        self.saves = SelectiveSaves(selective, engine)
         self.part_fqns: list[list[str]] = []
+        self._selective = selective
+        self._layer_type_of = layer_type_of or layer_type_attribute
         self._installed: list[_Installed] = []
         self._stats = OffloadStats()
 
     def attach(self, model: nn.Module, *, blocks: str = "layers.*") -> None:
         """Adds a model part. See `apply_offload` for arguments and errors."""
-        if self.engine.config.mode == "none":
+        moves = self.engine.config.mode != "none" or self.saves.offloads
+        if not moves and not self.saves.policy.rules:
             return
-        found = {fqn: block for fqn, block in find_blocks(model, blocks).items() if _checkpoint_of(block, fqn)}
-        _check_blocks(found, blocks, self.engine.config.keep_last)
+        wrappers = {fqn: _checkpoint_of(block, fqn) for fqn, block in find_blocks(model, blocks).items()}
+        found = {fqn: block for fqn, block in find_blocks(model, blocks).items() if wrappers[fqn]}
+        if not found and not moves and self._selective is None:
+            return  # registered saves have no region to be in
+        _check_blocks(found, blocks, self.engine.config.keep_last if moves else 0)
+        block_saves = {fqn: self._make_saves(fqn, block, wrappers[fqn]) for fqn, block in found.items()}
         part = ModelPart(list(found), _storages_of_state(model))
-        self._installed += [
-            _install(block, _BlockForward(block, self.engine, part, index))
-            for index, block in enumerate(found.values())
-        ]
-        self.part_fqns.append(part.fqns)
+        for index, (fqn, block) in enumerate(found.items()):
+            saves = block_saves[fqn]
+            forward = _BlockForward(block, self.engine, saves, part, index) if moves else None
+            self._installed.append(_install(block, wrappers[fqn], forward, saves))
+        if moves:
+            self.part_fqns.append(part.fqns)
+
+    def _make_saves(self, fqn: str, block: nn.Module, wrapper: CheckpointWrapper) -> BlockSaves | None:
+        """Selective saves of a block; None: no rule can match in it."""
+        scopes = self.saves.scopes_of(fqn, modules_of(block, fqn))
+        if not scopes and all(rule.module is not None for rule in self.saves.policy.rules):
+            return None
+        keywords = getattr(wrapper.checkpoint_fn, "keywords", {})
+        if keywords.get("debug"):
+            raise ValueError(
+                f"{fqn} is checkpointed with debug=True, which torch does not allow together with selective saves, the "
+                "registered ones included; set activation_checkpoint.debug = false"
+            )
+        if isinstance(block, OptimizedModule) and self._selective is not None:
+            _check_compiled(fqn, self._selective)
+        saves = BlockSaves(
+            self.saves,
+            fqn,
+            scopes,
+            layer_type=self._layer_type_of(unwrapped(block)),
+            preserves_rng_state=keywords.get("preserve_rng_state", True),
+            base_context_fn=keywords.get("context_fn"),
+        )
+        saves.base_policy()  # raises now if there is one that cannot be joined
+        self.saves.blocks[fqn] = saves
+        return saves
 
     def step_end(self) -> OffloadStats:
         """Ends a step. Call it after the optimizer step, on every rank. Returns what the step did."""
-        if self.engine.config.mode != "none":
-            self._stats = self.engine.step_end()
+        stats = self.engine.step_end() if self.part_fqns else OffloadStats()
+        self._stats = dataclasses.replace(stats, **self.saves.step_end())
         return self._stats
 
     def stats(self) -> OffloadStats:
@@ -114,13 +182,65 @@ class Offloader:
         return self._stats
 
     def remove(self) -> None:
-        """Takes offload away, for good; the models are as before. Graphs that hold offloaded tensors stay valid, and
-        pinned memory is given back with the last of them."""
+        """Takes offload and selective saves away, for good; the models are as before. Graphs that hold offloaded
+        tensors stay valid, and pinned memory is given back with the last of them."""
         for installed in self._installed:
             installed.undo()
         self._installed.clear()
         self.part_fqns.clear()
+        self.saves.blocks.clear()
         self.engine.pool.retire()
+
+
+def check_selective(
+    model: nn.Module, selective: SelectiveConfig, blocks: str = "layers.*", layer_type_of: LayerTypeOf | None = None
+) -> None:
+    """Raises ValueError if ``selective`` names an op, module or layer type that there is none of.
+
+    Args:
+        model: the whole model: a pipeline part need not have every module.
+    """
+    check_save_ops(selective.save_ops)
+    found = find_blocks(model, blocks)
+    inside = {name for fqn, block in found.items() for name in modules_of(block, fqn)}
+    for pattern in selective.save_modules:
+        if any(matches_module(name, pattern) for name in inside):
+            continue
+        outside = [name for name in map(clean_fqn, dict(model.named_modules())) if matches_module(name, pattern)]
+        what = (
+            f"matches only {', '.join(outside[:3])}, outside the blocks ({blocks})" if outside else "matches no module"
+        )
+        ends = {name.split(".", 2 + blocks.count("."))[-1] for name in inside - set(found)}
+        raise ValueError(
+            f"selective_checkpoint.save_modules = {pattern!r} {what}; closest: "
+            f"{', '.join(closest(pattern.rpartition('.')[2], ends)) or ', '.join(sorted(ends)[:5])}"
+        )
+    types = {(layer_type_of or layer_type_attribute)(unwrapped(block)) for block in found.values()} - {None}
+    known = types | set(KNOWN_LAYER_TYPES)
+    for entry in selective.recompute_layer_types:
+        if entry not in known:
+            raise ValueError(
+                f"selective_checkpoint.recompute_layer_types = {entry!r} is no layer type of this model; closest: "
+                f"{', '.join(closest(entry, known)) or ', '.join(sorted(known))}"
+            )
+
+
+KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
+
+
+def layer_type_attribute(block: nn.Module) -> str | None:
+    """The type of a block that says so itself."""
+    candidates = (getattr(block, name, None) for name in ("attention_type", "layer_type"))
+    return next((value for value in candidates if isinstance(value, str)), None)
+
+
+def _check_compiled(fqn: str, selective: SelectiveConfig) -> None:
+    for key in ("offload", "check_routing"):
+        if getattr(selective, key):
+            raise ValueError(
+                f"selective_checkpoint.{key} = true does not work in a compiled block ({fqn}): there the compiler "
+                "decides where saved tensors are. Set it to false, or leave the model eager (compile.enable = false)"
+            )
 
 
 def find_blocks(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
@@ -132,7 +252,7 @@ def find_blocks(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     names = []
     for name, module in model.named_modules():
-        fqn = ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
+        fqn = clean_fqn(name)
         names.append(fqn)
         if fqn and fqn not in found and _matches(fqn, pattern):
             found[fqn] = module
@@ -143,6 +263,26 @@ def find_blocks(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
             f"as {', '.join(containers) or ', '.join(name for name in names[1:6])}"
         )
     return found
+
+
+def clean_fqn(name: str) -> str:
+    """A module name as users write it."""
+    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
+
+
+def modules_of(block: nn.Module, fqn: str) -> dict[str, nn.Module]:
+    """The block and its modules by fully qualified name; of a wrapped one, the wrapper."""
+    modules: dict[str, nn.Module] = {}
+    for name, module in block.named_modules():
+        modules.setdefault(clean_fqn(f"{fqn}.{name}" if name else fqn), module)
+    return modules
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside the wrappers of compile and checkpointing."""
+    while isinstance(module, OptimizedModule | CheckpointWrapper):
+        module = module._orig_mod if isinstance(module, OptimizedModule) else module._checkpoint_wrapped_module
+    return module
 
 
 def _matches(fqn: str, pattern: str) -> bool:
@@ -186,8 +326,16 @@ def check_keep_last(keep_last: int, num_blocks: int) -> None:
 class _BlockForward:
     """A block's ``forward`` inside a region of the engine. Holds the block weakly: the block holds it."""
 
-    def __init__(self, block: nn.Module, engine: OffloadEngine | None, part: ModelPart | None, index: int) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        engine: OffloadEngine | None,
+        saves: BlockSaves | None,
+        part: ModelPart | None,
+        index: int,
+    ) -> None:
         self.engine = engine
+        self._saves = saves
         self._block = weakref.ref(block)
         self._own_forward = block.__dict__.get("forward")  # of a compiled module
         self._part = part
@@ -199,7 +347,10 @@ class _BlockForward:
         if self.engine is None or not torch.is_grad_enabled() or not block.training:
             return forward(*args, **kwargs)
         args, kwargs = self._make_inputs_positional(block, args, kwargs)
-        with self.engine.region(self._part, self._index, args):
+        with contextlib.ExitStack() as stack:
+            region = stack.enter_context(self.engine.region(self._part, self._index, args))
+            if self._saves is not None:
+                stack.enter_context(self._saves.in_region(region))
             return forward(*args, **kwargs)
 
     def _make_inputs_positional(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -215,7 +366,7 @@ class _BlockForward:
 
     def __deepcopy__(self, memo: dict) -> "_BlockForward":
         # The copy must run the copy's weights. It is not under offload: nobody could remove it there.
-        return _BlockForward(memo[id(self._block())], None, None, self._index)
+        return _BlockForward(memo[id(self._block())], None, None, None, self._index)
 
 
 def _needs_grad(value: object) -> bool:
@@ -223,9 +374,7 @@ def _needs_grad(value: object) -> bool:
 
 
 def _parameter_names(block: nn.Module) -> list[str]:
-    while isinstance(block, OptimizedModule | CheckpointWrapper):
-        block = block._orig_mod if isinstance(block, OptimizedModule) else block._checkpoint_wrapped_module
-    parameters = inspect.signature(block.forward).parameters.values()
+    parameters = inspect.signature(unwrapped(block).forward).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
 
@@ -235,27 +384,39 @@ class _Installed:
 
     block: nn.Module
     own_forward: object
-    checkpoint_fn: Callable | None
+    wrapper: CheckpointWrapper
+    checkpoint_fn: Callable
+    hooks: list[RemovableHandle]
 
     def undo(self) -> None:
-        self.block.__dict__.pop("forward")
+        self.block.__dict__.pop("forward", None)
         if self.own_forward is not None:
             self.block.__dict__["forward"] = self.own_forward
-        if self.checkpoint_fn is not None:
-            self.block.checkpoint_fn = self.checkpoint_fn
+        self.wrapper.checkpoint_fn = self.checkpoint_fn
+        for hook in self.hooks:
+            hook.remove()
 
 
-def _install(block: nn.Module, forward: _BlockForward) -> _Installed:
-    installed = _Installed(block, block.__dict__.get("forward"), None)
-    block.__dict__["forward"] = forward
+def _install(
+    block: nn.Module, wrapper: CheckpointWrapper, forward: _BlockForward | None, saves: BlockSaves | None
+) -> _Installed:
+    installed = _Installed(block, block.__dict__.get("forward"), wrapper, wrapper.checkpoint_fn, [])
+    if forward is not None:
+        block.__dict__["forward"] = forward
+    is_compiled = isinstance(block, OptimizedModule)
+    if saves is not None:
+        context_fn = saves.compiled_context_fn() if is_compiled else saves.context_fn
+        wrapper.checkpoint_fn = functools.partial(wrapper.checkpoint_fn, context_fn=context_fn)
     if (
-        isinstance(block, CheckpointWrapper)
+        forward is not None
+        and not is_compiled
         and "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
     ):
         # From torch 2.14 checkpoint warns when selective saves meet saved-tensor hooks, and later it will pass them to
         # the hooks; only the block's inputs are ours (https://github.com/pytorch/pytorch/pull/191236).
-        installed.checkpoint_fn = block.checkpoint_fn
-        block.checkpoint_fn = functools.partial(block.checkpoint_fn, respect_saved_tensors_hooks=False)
+        wrapper.checkpoint_fn = functools.partial(wrapper.checkpoint_fn, respect_saved_tensors_hooks=False)
+    if saves is not None and not is_compiled:
+        installed.hooks = saves.follow_modules(modules_of(block, saves.fqn))
     return installed
 
 

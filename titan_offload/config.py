@@ -1,7 +1,7 @@
 """What the user may set, as frozen dataclasses that refuse bad values at construction.
 
-Owns every allowed value, default and error text of ``[activation_offload]``. Relies on nothing but the standard
-library, so that a planner or a test can import it without torch.
+Owns every allowed value, default and error text of ``[activation_offload]`` and ``[selective_checkpoint]``. Relies on
+nothing but the standard library, so that a planner or a test can import it without torch.
 """
 
 import math
@@ -9,6 +9,9 @@ from dataclasses import dataclass, fields
 
 MIB = 1024**2
 GIB = 1024**3
+
+OFFLOAD, SELECTIVE = "activation_offload", "selective_checkpoint"
+"""The sections of a train config."""
 
 MODES = ("none", "block_inputs")
 SCHEDULES = ("overlap", "sync")
@@ -26,10 +29,9 @@ class OffloadConfig:
             stream: the baseline to compare with.
         keep_last: number of newest block inputs of a model part that stay on the device. Backward needs them first.
         prefetch_lookahead: number of regions reloaded ahead of the one that backward works on.
-        max_inflight_offloads: number of block inputs that may wait on the device for their copy to end. Before one
-            more copy starts, the compute stream waits for the oldest. 0: no limit: forward never waits, and an input
-            leaves the device once the host sees its copy done, which costs device memory the further the host runs
-            ahead.
+        max_inflight_offloads: number of tensors that may wait on the device for their copy to end. Before one more
+            copy starts, the compute stream waits for the oldest. 0: no limit: forward never waits, and a tensor leaves
+            the device once the host sees its copy done, which costs device memory the further the host runs ahead.
         min_offload_mib: tensors smaller than this many MiB stay on the device.
         pinned_budget_gib: pinned host memory that this rank may use, in GiB. 0: no limit.
         on_exhausted: what happens to a block input for which the budget has no room. ``"keep"``: it stays on the
@@ -62,10 +64,14 @@ class OffloadConfig:
         for key in ("min_offload_mib", "pinned_budget_gib"):
             _check_size(key, getattr(self, key))
 
-    def keys_without_effect(self) -> list[str]:
-        """Keys that were changed from their defaults and do nothing beside the others."""
+    def keys_without_effect(self, moves_saved_outputs: bool = False) -> list[str]:
+        """Keys that were changed from their defaults and do nothing beside the others.
+
+        Args:
+            moves_saved_outputs: whether ``selective_checkpoint.offload`` is on.
+        """
         idle = []
-        if self.mode == "none":
+        if self.mode == "none" and not moves_saved_outputs:
             idle = [key.name for key in fields(self) if key.name != "mode"]
         elif self.schedule == "sync":
             idle = ["prefetch_lookahead", "max_inflight_offloads"]
@@ -84,17 +90,65 @@ class OffloadConfig:
         return None if self.pinned_budget_gib == 0 else int(self.pinned_budget_gib * GIB)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SelectiveConfig:
+    """Which op outputs of a checkpointed block are saved instead of recomputed; the same names as in the
+    ``[selective_checkpoint]`` section of a train config.
+
+    Args:
+        save_ops: the group ``"attention"`` (every attention forward that torch 2.11 to 2.14, TorchTitan 0.2.2 and
+            flash-attn dispatch), or substrings of qualified op names, such as ``"aten::mm"``.
+        save_modules: the matmuls that run inside these modules of a block: fully qualified name, the end of one from a
+            dot on, or with ``*``, ``?`` or ``[`` a glob on all of it.
+        save_matmul_min_k: the matmuls whose contraction dim, of a linear its ``in_features``, is at least this.
+            0: off.
+        save_sliding_window: whether attention over a sliding window or chunk is saved like any other. It is cheap to
+            recompute.
+        recompute_layer_types: blocks of these types have their attention recomputed, unless ``save_sliding_window``.
+        offload: whether what is saved goes to pinned host memory, under the settings of ``[activation_offload]``, in
+            every mode of it. Default: it stays on the device.
+        check_routing: whether each recompute also runs the MoE routers again, on the side, to count the tokens that
+            would have gone to other experts had the routers not been saved. For debugging; it costs that time.
+
+    Raises:
+        ValueError: a value is not allowed; the text names key, value, what is allowed and how to repair it.
+    """
+
+    save_ops: tuple[str, ...] = ("attention",)
+    save_modules: tuple[str, ...] = ()
+    save_matmul_min_k: int = 0
+    save_sliding_window: bool = False
+    recompute_layer_types: tuple[str, ...] = ("sliding_attention", "chunked_attention")
+    offload: bool = False
+    check_routing: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("save_ops", "save_modules", "recompute_layer_types"):
+            value = getattr(self, key)
+            if isinstance(value, str) or not all(isinstance(entry, str) and entry for entry in value):
+                raise ValueError(f"{SELECTIVE}.{key} = {value!r} is not allowed: set it to a list of non-empty strings")
+            object.__setattr__(self, key, tuple(value))  # TOML has lists
+        for key in ("save_sliding_window", "offload", "check_routing"):
+            if not isinstance(getattr(self, key), bool):
+                raise ValueError(f"{SELECTIVE}.{key} = {getattr(self, key)!r} is not allowed: set it to true or false")
+        _check_count("save_matmul_min_k", self.save_matmul_min_k, SELECTIVE)
+
+    def changed_keys(self) -> list[str]:
+        """Keys that were changed from their defaults."""
+        return [key.name for key in fields(self) if getattr(self, key.name) != key.default]
+
+
 def _check_choice(key: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         choices = ", ".join(f'"{choice}"' for choice in allowed)
-        raise ValueError(f"activation_offload.{key} = {value!r} is not known: set it to one of {choices}")
+        raise ValueError(f"{OFFLOAD}.{key} = {value!r} is not known: set it to one of {choices}")
 
 
-def _check_count(key: str, value: object) -> None:
+def _check_count(key: str, value: object, section: str = OFFLOAD) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"activation_offload.{key} = {value!r} is not allowed: set it to a whole number >= 0")
+        raise ValueError(f"{section}.{key} = {value!r} is not allowed: set it to a whole number >= 0")
 
 
 def _check_size(key: str, value: object) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ValueError(f"activation_offload.{key} = {value!r} is not allowed: set it to a number >= 0")
+        raise ValueError(f"{OFFLOAD}.{key} = {value!r} is not allowed: set it to a number >= 0")

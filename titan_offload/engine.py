@@ -1,12 +1,12 @@
-"""OffloadEngine: takes the block inputs that autograd saves to pinned host memory and brings them back for backward.
+"""OffloadEngine: takes block inputs, and saved outputs of ops, to pinned host memory and brings them back for backward.
 
 Owns every tensor that moves, and when. Relies on the runtime for the order of streams, on the pool for host memory, and
 on `apply` to say which blocks make up a model part.
 
 How it works. While a block's forward runs, saved-tensor hooks are on: `pack` turns what autograd saves into a `Handle`,
-`unpack` turns the handle back into the tensor. The graph is the only owner of a handle, so whatever ends a graph
-(backward done, loss dropped, forward raised, branch never run) releases what it held; nothing is ever reset. `tape` has
-the records that the two sides share.
+`unpack` turns the handle back into the tensor. `save` does the same for the output of an op that recompute will not run
+again. The graph is the only owner of a handle, so whatever ends a graph (backward done, loss dropped, forward raised,
+branch never run) releases what it held; nothing is ever reset. `tape` has the records that the two sides share.
 
 Order. D2H: the side stream waits for an event of the compute stream at `pack`, and for the slot's last user. The
 tensor stays in the stash until the compute stream has waited for the copy's event. H2D: the destination is allocated
@@ -76,20 +76,29 @@ class OffloadEngine:
     # Forward
 
     @contextlib.contextmanager
-    def region(self, part: ModelPart, index: int, inputs: Sequence[object]) -> Iterator[None]:
-        """Offloads what autograd saves of ``inputs``, the positional arguments of block ``index``, in the body."""
-        if torch._C._current_graph_task_id() != -1:
-            # An outer checkpoint recomputes this block inside backward: what is saved now is used at once. It must
-            # still not reach the outer checkpoint, which did not see it in forward either.
+    def region(self, part: ModelPart, index: int, inputs: Sequence[object]) -> Iterator[Region | None]:
+        """Offloads what autograd saves of ``inputs``, the positional arguments of block ``index``, in the body.
+
+        Yields the region, for `save`; None where an outer checkpoint recomputes the block: what is saved then is used
+        at once.
+        """
+        is_recompute = torch._C._current_graph_task_id() != -1
+        if self.config.mode == "none":
+            with self._locked():
+                region = None if is_recompute else self._open(part, index)
+            yield region
+            return
+        if is_recompute:
+            # Must still not reach the outer checkpoint, which did not see it in forward either.
             with saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
-                yield
+                yield None
             return
         with self._locked():
             region = self._open(part, index)
             region.inputs = input_storages(inputs) - region.tape.protected
         try:
             with saved_tensors_hooks(lambda tensor: self.pack(region, tensor), self.unpack):
-                yield
+                yield region
         finally:
             region.inputs = set()
 
@@ -109,14 +118,21 @@ class OffloadEngine:
         return region
 
     def pack(self, region: Region, tensor: torch.Tensor) -> Handle:
-        """Autograd saves ``tensor`` inside ``region``."""
+        """Autograd saves ``tensor`` inside ``region``: moved if it is an input of the block."""
+        return self._take(region, tensor, is_input=True)
+
+    def save(self, region: Region, tensor: torch.Tensor) -> Handle:
+        """Takes ``tensor``, the output of an op in ``region`` that recompute will ask for instead of running the op."""
+        return self._take(region, tensor, is_input=False)
+
+    def _take(self, region: Region, tensor: torch.Tensor, is_input: bool) -> Handle:
         # An alias without history, but with the same version counter: the tensor itself holds the graph, which holds
         # the handle.
         tensor = tensor.detach()
         local = local_tensor(tensor)
         with self._locked():
             self._reap_stash()
-            reason = self._why_stay(region, local)
+            reason = self._why_stay(region, local, is_input)
             payload = None
             if reason is None:
                 payload = self._find_moved(region, tensor, local) or self._offload(region, tensor, local)
@@ -126,9 +142,9 @@ class OffloadEngine:
         view = View(local.dtype, local.size(), local.stride(), local.storage_offset(), payload.is_gathered)
         return Handle(region, payload=payload, view=view, rebuild=rebuilder(tensor))
 
-    def _why_stay(self, region: Region, local: torch.Tensor) -> Stay | None:
-        if not self.runtime.owns(local) or storage_id(local) not in region.inputs:
-            return Stay.NOT_AN_INPUT
+    def _why_stay(self, region: Region, local: torch.Tensor, is_input: bool) -> Stay | None:
+        if not self.runtime.owns(local) or (is_input and storage_id(local) not in region.inputs):
+            return Stay.NOT_OURS
         if region.index >= len(region.tape.part.fqns) - self.config.keep_last:
             return Stay.KEEP_LAST
         if not is_dense(local):
@@ -147,13 +163,13 @@ class OffloadEngine:
         budget = self.pool.budget_bytes
         if num_bytes > budget and not self._counter.has_moved:
             raise ValueError(
-                f"activation_offload.pinned_budget_gib = {budget / GIB:.6g} is smaller than one block input: "
+                f"activation_offload.pinned_budget_gib = {budget / GIB:.6g} is smaller than one tensor to move: "
                 f"{region.fqn} needs {num_bytes / GIB:.6g} GiB; set it to that times the blocks to move, or to 0 for "
                 "no limit"
             )
         if self.config.on_exhausted == "error":
             raise RuntimeError(
-                f"no pinned host memory for the input of {region.fqn} ({num_bytes / GIB:.6g} GiB): "
+                f"no pinned host memory for the input or a saved output of {region.fqn} ({num_bytes / GIB:.6g} GiB): "
                 f"{self.pool.bytes_in_use / GIB:.6g} of {budget / GIB:.6g} GiB are in use; raise "
                 'activation_offload.pinned_budget_gib or set activation_offload.on_exhausted = "keep"'
             )
@@ -250,6 +266,13 @@ class OffloadEngine:
         local = as_view(storage, handle.view)
         return local if handle.rebuild is None else handle.rebuild(local)
 
+    def start_recompute(self, region: Region) -> None:
+        """Backward is about to run the forward of ``region`` again, which will ask for what was saved."""
+        with self._locked():
+            self._start_backward(region.tape)
+            self._reload_late(region)
+            self._prefetch(region)
+
     def _start_backward(self, tape: Tape) -> None:
         if tape.is_started:
             return
@@ -269,15 +292,26 @@ class OffloadEngine:
             self._prefetch(region)
             return alive
         if payload.state is State.H2D_IN_FLIGHT:
-            self._counter.num["prefetch_hits"] += 1
+            self._counter.num["misses" if payload.is_late else "prefetch_hits"] += 1
         else:
             self._counter.num["misses"] += not self._is_sync
             self._start_reload(payload)
+            self._reload_late(region)
         self._prefetch(region)
         return self._end_reload(payload).untyped_storage()
 
+    def _reload_late(self, region: Region) -> None:
+        """Starts all reloads of a region that backward has reached already, ahead of those of the next regions."""
+        if self._is_sync:
+            return
+        for payload in _alive(region.payloads):
+            if payload.state is State.ON_HOST and payload.alive_storage() is None:
+                self._start_reload(payload)
+                payload.is_late = True
+
     def _start_reload(self, payload: Payload) -> None:
         payload.move_to(State.H2D_IN_FLIGHT, State.ON_HOST)
+        payload.is_late = False
         compute = payload.stream = self.runtime.compute_stream(payload.device)
         payload.reload = self.runtime.empty(payload.slot.buffer.numel(), payload.device)
         h2d = compute if self._is_sync else self.runtime.h2d_stream(payload.device)

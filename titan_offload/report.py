@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from rich.table import Table
 
 from titan_offload.config import GIB, MIB, OffloadConfig
-from titan_offload.stats import OffloadStats
+from titan_offload.stats import OffloadStats, SaveList
 
 
 @dataclass
@@ -73,15 +73,38 @@ def start_block(fqns: Sequence[str], config: OffloadConfig, budget_bytes: int | 
     """
     moved = len(fqns) - config.keep_last
     budget = "no limit" if budget_bytes is None else f"{_gib(budget_bytes)} GiB"
+    what = "saved outputs" if config.mode == "none" else "inputs"
     lines = [
-        f"Activation offload: inputs of {moved} of {len(fqns)} blocks ({fqns[0]} .. {fqns[moved - 1]}) go to pinned "
+        f"Activation offload: {what} of {moved} of {len(fqns)} blocks ({fqns[0]} .. {fqns[moved - 1]}) go to pinned "
         "host memory",
-        f"  each {block_input_bytes / MIB:.2f} MiB, together {_gib(moved * block_input_bytes)} GiB per microbatch",
+    ]
+    if config.mode != "none":
+        total = _gib(moved * block_input_bytes)
+        lines.append(f"  each {block_input_bytes / MIB:.2f} MiB, together {total} GiB per microbatch")
+    lines += [
         f"  pinned budget of this rank: {budget}; on_exhausted {config.on_exhausted}",
         f"  schedule: {config.schedule}, prefetch_lookahead {config.prefetch_lookahead}, max_inflight_offloads "
         f"{config.max_inflight_offloads or 'unlimited'}",
         f"  on the device stay: the last {config.keep_last}, and whatever is under {config.min_offload_mib:g} MiB",
     ]
+    return "\n".join(lines)
+
+
+def save_block(saves: SaveList) -> str:
+    """What is saved of a model part instead of being recomputed."""
+    where = "in pinned host memory" if saves.offloads else "on the device"
+    blocks = saves.fqns[0] if len(saves.fqns) == 1 else f"{saves.fqns[0]} .. {saves.fqns[-1]}"
+    lines = [
+        f"Selective saves in {len(saves.fqns)} blocks ({blocks}), kept {where}; the first that matches an op decides:"
+    ]
+    for name, reason, modules in saves.rules:
+        lines.append(f"  {name}{' = ' + ', '.join(modules) if modules else ''}{': ' + reason if reason else ''}")
+    for layer_type, fqns in saves.recomputed_attention.items():
+        lines.append(f"  not attention in blocks of type {layer_type}, which is recomputed: {', '.join(fqns)}")
+    if saves.has_own:
+        lines.append(
+            '  then what activation_checkpoint.mode = "selective" saves, its list of matmuls to recompute included'
+        )
     return "\n".join(lines)
 
 
@@ -93,6 +116,23 @@ def step_line(stats: OffloadStats) -> str:
         f"  wait {stats.h2d_wait_ms + stats.d2h_wait_ms:.1f} ms  pinned {_gib(stats.pinned_in_use_bytes)} GiB in use, "
         f"peak {_gib(stats.pinned_peak_bytes)} of {_gib(stats.pinned_total_bytes)} GiB"
     )
+
+
+def save_line(stats: OffloadStats) -> str:
+    """One line on what selective saves did in one step."""
+    parts = [f"{name} {num} x, {_gib(num_bytes)} GiB" for name, (num, num_bytes) in stats.saved.items()]
+    line = f"saved instead of recomputed: {'; '.join(parts) or 'nothing'}"
+    if stats.num_rerouted:
+        counts = ", ".join(f"{fqn} {num}" for fqn, num in stats.num_rerouted.items())
+        line += f"; tokens that recompute would have re-routed: {counts}"
+    return line
+
+
+def save_scalars(stats: OffloadStats) -> dict[str, float]:
+    """What selective saves did in one step, as TensorBoard scalars."""
+    saved_bytes = sum(num_bytes for _, num_bytes in stats.saved.values())
+    rerouted = {f"selective/rerouted_tokens/{fqn}": num for fqn, num in stats.num_rerouted.items()}
+    return {"selective/saved(GiB)": saved_bytes / GIB, **rerouted}
 
 
 def scalars(stats: OffloadStats) -> dict[str, float]:

@@ -53,8 +53,8 @@ def check_version(tensor: torch.Tensor, version: tuple[int, ...]) -> None:
     if version_of(tensor) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.dtype} {list(tensor.shape)}], the input of a checkpointed block, is at version "
-            f"{version_of(tensor)}; expected version {version} instead"
+            f"[{tensor.dtype} {list(tensor.shape)}], the input of a checkpointed block or a saved output of an op in "
+            f"it, is at version {version_of(tensor)}; expected version {version} instead"
         )
 
 

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 class Stay(Enum):
     """Why a tensor stays on the device."""
 
-    NOT_AN_INPUT = "not an input of the block"
+    NOT_OURS = "neither an input of the block nor on the device"
     KEEP_LAST = "keep_last"
     TOO_SMALL = "smaller than min_offload_mib"
     LAYOUT = "expanded, overlapping, conjugate, sparse or a tensor subclass"
@@ -29,9 +29,10 @@ class OffloadStats:
     Attributes:
         num_offloads, offloaded_bytes: storages moved to the host.
         num_reloads, reloaded_bytes: storages moved back. A second backward counts again.
-        kept: for each reason, number and bytes of block inputs that stayed on the device.
+        kept: for each reason, number and bytes of block inputs and saved outputs that stayed on the device.
         num_prefetch_hits: reloads that had been started before backward asked.
-        num_misses: reloads that started only when backward asked; not counted with schedule "sync", where all do.
+        num_misses: reloads that started only when backward had reached their region; not counted with schedule "sync",
+            where all do.
         num_resident: unpacks served from the device: copy to the host not done yet, or reloaded before and still alive.
         h2d_wait_ms: how long backward stood still for reloads.
         d2h_wait_ms: how long forward stood still because of max_inflight_offloads. Waits that the device has not come
@@ -39,6 +40,10 @@ class OffloadStats:
         pinned_in_use_bytes, pinned_peak_bytes: slots in use at the end of the step, and at most within it.
         pinned_total_bytes: what the pool's slabs take of the host.
         num_slabs_made: pinned allocations within the step.
+        saved: for each rule of selective saves, number of calls of ops whose outputs it saved, and their bytes, on the
+            device or not. In a compiled block: those that were traced in the step, and no bytes.
+        num_rerouted: for each block with a router, the tokens that its recomputes would have sent to other experts;
+            only with ``check_routing``.
     """
 
     num_offloads: int = 0
@@ -55,11 +60,33 @@ class OffloadStats:
     pinned_peak_bytes: int = 0
     pinned_total_bytes: int = 0
     num_slabs_made: int = 0
+    saved: dict[str, tuple[int, int]] = field(default_factory=dict)
+    num_rerouted: dict[str, int] = field(default_factory=dict)
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of block inputs that stayed on the device, for any reason."""
         return sum(num_bytes for _, num_bytes in self.kept.values())
+
+
+@dataclass(frozen=True)
+class SaveList:
+    """What is saved instead of recomputed, for people to read.
+
+    Attributes:
+        fqns: the blocks.
+        rules: in the order in which they are asked: name, reason ("" where the user gave it in the config), and the
+            modules within a block that it is limited to.
+        recomputed_attention: by layer type, the blocks whose attention is recomputed all the same.
+        has_own: whether the blocks have selective checkpointing of their own, which is asked last.
+        offloads: whether what is saved goes to the host.
+    """
+
+    fqns: list[str]
+    rules: list[tuple[str, str, list[str]]]
+    recomputed_attention: dict[str, list[str]]
+    has_own: bool
+    offloads: bool
 
 
 class StepCounter:
@@ -92,7 +119,7 @@ class StepCounter:
         self.has_moved = True
 
     def keep(self, fqn: str, reason: Stay, num_bytes: int) -> None:
-        if reason is Stay.NOT_AN_INPUT:
+        if reason is Stay.NOT_OURS:
             return
         self._num_kept[reason] += 1
         self._kept_bytes[reason] += num_bytes

@@ -2,7 +2,7 @@
 
     Tape      one forward pass of one model part: the regions in the order they ran
     Region    one checkpointed block in that pass
-    Handle    one tensor as autograd saved it: kept on the device, or a view of a Payload
+    Handle    one tensor as autograd, or a selective save, holds it: kept on the device, or a view of a Payload
     Payload   one storage that moves: its slot, its events, where it is (`State`)
     Stash     the device tensors whose copy to the host is still under way (`StashEntry`)
 
@@ -99,6 +99,7 @@ class Payload:
         self.stream: Stream = None  # the compute stream in whose order its device memory is freed
         self.stashed: StashEntry | None = None  # until the device copy is dropped
         self.reload: torch.Tensor | None = None  # from the start of a reload to its first use
+        self.is_late = False  # its reload started only when backward had reached its region
         self.reloaded: weakref.ref[torch.UntypedStorage] | None = None
 
     def move_to(self, state: State, *allowed: State) -> None:
@@ -141,7 +142,7 @@ class Remains:
 
 @dataclass(eq=False, slots=True)
 class Handle:
-    """What autograd holds in place of a saved tensor. Either ``tensor`` (kept) or ``payload`` and ``view`` are set."""
+    """What is held in place of a saved tensor. Either ``tensor`` (kept) or ``payload`` and ``view`` are set."""
 
     region: Region
     tensor: torch.Tensor | None = None

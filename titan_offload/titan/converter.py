@@ -6,6 +6,7 @@ that copies carry along: it gives the model a class whose ``train()`` attaches o
 each model part when it is final: parallelized, on its device, with its weights.
 """
 
+import functools
 import inspect
 
 from torch import nn
@@ -16,13 +17,14 @@ from torchtitan.protocols.model_converter import ModelConverter
 from torchtitan.tools.logging import logger
 
 from titan_offload import report
-from titan_offload.apply import Offloader, apply_offload, check_keep_last, find_blocks
-from titan_offload.config import GIB, OffloadConfig
+from titan_offload.apply import Offloader, check_keep_last, check_selective, find_blocks, make_offloader
+from titan_offload.config import GIB, OffloadConfig, SelectiveConfig
 from titan_offload.titan.metrics import OffloadLogger
+from titan_offload.titan.models import layer_type
 
 
 class OffloadConverter(ModelConverter):
-    """Model converter ``"titan_offload"``: settings come from ``[activation_offload]``.
+    """Model converter ``"titan_offload"``: settings come from ``[activation_offload]`` and ``[selective_checkpoint]``.
 
     Raises:
         ValueError: the settings contradict the rest of the job config.
@@ -35,6 +37,7 @@ class OffloadConverter(ModelConverter):
                 '"titan_offload.titan.job_config"'
             )
         self.config: OffloadConfig = job_config.activation_offload
+        self.selective: SelectiveConfig | None = _selective_of(job_config)
         self._job_config = job_config
         self._parallel_dims = parallel_dims
         self._offloader: Offloader | None = None
@@ -45,12 +48,18 @@ class OffloadConverter(ModelConverter):
             _check_activation_checkpoint(job_config.activation_checkpoint.mode)
 
     def convert(self, model: nn.Module) -> None:
-        if self.config.mode == "none":
+        moves = self.config.mode != "none" or (self.selective is not None and self.selective.offload)
+        if not moves and self._job_config.activation_checkpoint.mode not in ("full", "selective"):
             return
-        num_blocks = len(find_blocks(model, "layers.*"))
-        check_keep_last(self.config.keep_last, num_blocks)
+        if moves:
+            check_keep_last(self.config.keep_last, len(find_blocks(model, "layers.*")))
+        # TorchTitan's models outside torchtitan.models.* need not have the attributes that its own have.
+        self._layer_type_of = functools.partial(layer_type, model_args=model.model_args)
+        if self.selective is not None:
+            check_selective(model, self.selective, layer_type_of=self._layer_type_of)
         self._block_input_bytes = self._expected_block_input_bytes(model.model_args.dim)
-        self._check_budget()
+        if self.config.mode != "none":
+            self._check_budget()
         self._trainer = _calling_trainer()
         model.__class__ = _class_that_attaches(type(model), self)
 
@@ -59,15 +68,17 @@ class OffloadConverter(ModelConverter):
         if any(part is attached for attached in self._attached) or any(p.is_meta for p in part.parameters()):
             return
         if self._offloader is None:
-            self._offloader = apply_offload(part, self.config)
-        else:
-            self._offloader.attach(part)
+            self._offloader = make_offloader(self.config, self.selective, layer_type_of=self._layer_type_of)
+        num_parts, known = len(self._offloader.part_fqns), set(self._offloader.saves.blocks)
+        self._offloader.attach(part)
         self._attached.append(part)
-        budget_bytes = self._offloader.engine.pool.budget_bytes
-        logger.info(
-            report.start_block(self._offloader.part_fqns[-1], self.config, budget_bytes, self._block_input_bytes)
-        )
-        if self._trainer is not None and self._logger is None:
+        for fqns in self._offloader.part_fqns[num_parts:]:
+            budget_bytes = self._offloader.engine.pool.budget_bytes
+            logger.info(report.start_block(fqns, self.config, budget_bytes, self._block_input_bytes))
+        if saving := [fqn for fqn in self._offloader.saves.blocks if fqn not in known]:
+            logger.info(report.save_block(self._offloader.saves.save_list(saving)))
+        is_active = self._offloader.part_fqns or self._offloader.saves.blocks
+        if is_active and self._trainer is not None and self._logger is None:
             metrics = self._trainer.metrics_processor
             self._logger = OffloadLogger(metrics.logger, self._offloader, self._job_config.job.dump_folder)
             metrics.logger = self._logger
@@ -99,6 +110,36 @@ class OffloadConverter(ModelConverter):
                 f"activation_offload.pinned_budget_gib = {self.config.pinned_budget_gib:g} is smaller than one block "
                 f"input ({needed / GIB:.6g} GiB on this rank); set it to a multiple of that, or to 0 for no limit"
             )
+
+
+def _selective_of(job_config: JobConfig) -> SelectiveConfig | None:
+    """The section, if it is enabled and does not contradict the rest of the job config."""
+    section, mode = job_config.selective_checkpoint, job_config.activation_checkpoint.mode
+    given = [key for key in section.changed_keys() if key != "enable"]
+    if mode != "full" and (section.enable or given):
+        key = given[0] if given else "save_ops"
+        why = {
+            "selective": "TorchTitan's own selective checkpointing decides what is saved",
+            "none": "nothing is recomputed",
+            "memory_budget": "the compiler decides what is saved",
+        }.get(mode, "it is not known")
+        raise ValueError(
+            f"selective_checkpoint.{key} = {getattr(section, key)!r} does not go with activation_checkpoint.mode = "
+            f'"{mode}": {why}. Set activation_checkpoint.mode to "full", or remove [selective_checkpoint]'
+        )
+    if not section.enable:
+        if given:
+            logger.warning(
+                f"[selective_checkpoint] {', '.join(given)} set, without effect: set selective_checkpoint.enable = true"
+            )
+        return None
+    for key in ("offload", "check_routing"):
+        if getattr(section, key) and job_config.compile.enable and "model" in job_config.compile.components:
+            raise ValueError(
+                f"selective_checkpoint.{key} = true does not go with compile.enable = true: in a compiled block the "
+                "compiler decides where saved tensors are. Set one of them to false"
+            )
+    return section
 
 
 def _check_activation_checkpoint(mode: str) -> None:

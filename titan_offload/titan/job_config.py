@@ -1,42 +1,25 @@
 """TorchTitan's JobConfig with two more sections.
 
 A train config names this module in ``[job] custom_config_module``; TorchTitan merges the fields below into its own and
-makes each a command line flag. ``[activation_offload]`` is `OffloadConfig` itself, so that keys, defaults, checks and
-help texts exist once.
+makes each a command line flag. The sections are `OffloadConfig` and `SelectiveConfig` themselves, so that keys,
+defaults, checks and help texts exist once; only the switch of the second is added here.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
-from titan_offload.config import OffloadConfig
+from titan_offload.config import OffloadConfig, SelectiveConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectiveCheckpoint:
-    """Selective saves. The keys are reserved; none is built yet, and setting one is an error."""
+class SelectiveCheckpoint(SelectiveConfig):
+    """Which op outputs of a block are saved instead of recomputed. Needs activation_checkpoint.mode = "full".
+
+    Args:
+        enable: whether the other keys of the section apply. What is registered, such as the MoE router, is saved in any
+            case.
+    """
 
     enable: bool = False
-    """Not built yet."""
-    save_ops: list[str] = field(default_factory=lambda: ["attention"])
-    """Not built yet."""
-    save_modules: list[str] = field(default_factory=list)
-    """Not built yet."""
-    save_matmul_min_k: int = 0
-    """Not built yet."""
-    save_sliding_window: bool = False
-    """Not built yet."""
-    recompute_layer_types: list[str] = field(default_factory=lambda: ["sliding_attention", "chunked_attention"])
-    """Not built yet."""
-    offload: bool = False
-    """Not built yet."""
-
-    def __post_init__(self) -> None:
-        for key in fields(self):
-            default = key.default_factory() if callable(key.default_factory) else key.default
-            if (value := getattr(self, key.name)) != default:
-                raise ValueError(
-                    f"selective_checkpoint.{key.name} = {value!r}: selective saves are not built yet; remove the "
-                    'section and use activation_checkpoint.mode = "full" or "selective"'
-                )
 
 
 @dataclass

@@ -56,9 +56,15 @@ class OffloadLogger(BaseLogger):
         if "loss_metrics/global_avg_loss" not in metrics:  # a validation step
             self.inner.log(metrics, step)
             return
-        stats = self._offloader.stats()
-        self.inner.log({**metrics, **report.scalars(stats)}, step)
-        logger.info(report.step_line(stats))
+        stats, offloader = self._offloader.stats(), self._offloader
+        own: dict[str, float] = {}
+        if offloader.part_fqns:
+            own |= report.scalars(stats)
+            logger.info(report.step_line(stats))
+        if offloader.saves.blocks:
+            own |= report.save_scalars(stats)
+            logger.info(report.save_line(stats))
+        self.inner.log({**metrics, **own}, step)
 
     def close(self) -> None:
         self.inner.close()
@@ -66,9 +72,10 @@ class OffloadLogger(BaseLogger):
             self._write_summary()
 
     def _write_summary(self) -> None:
-        console = Console()
-        console.width = max(140, console.width)  # a log file has no width; a cut number is worse than a long line
-        console.print(report.rank_table(self._reports))
+        if self._offloader.part_fqns:
+            console = Console()
+            console.width = max(140, console.width)  # a log file has no width; a cut number is worse than a long line
+            console.print(report.rank_table(self._reports))
         if len(self._reports) < dist.get_world_size():
             print("The run ended before its last step: the other ranks did not report.")
         data = report.summary(self._reports, self._offloader.engine.config, dist.get_world_size(), torch.__version__)
