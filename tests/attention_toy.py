@@ -1,6 +1,6 @@
 """A small transformer with attention and, if asked, a MoE router: what selective saves are tried on."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -65,6 +65,10 @@ class CountOps(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __init__(self) -> None:
         super().__init__()
         self.num: dict[str, int] = {}
@@ -88,3 +92,52 @@ def removed_afterwards(*saves) -> Iterator[None]:
     finally:
         for save in saves:
             save.remove()
+
+
+# Mixture of experts
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class Router(nn.Module):
+    """Scores for ``(tokens, experts)``, and the ``top_k`` best. ``perturb`` may change the logits."""
+
+    def __init__(self, dim: int, num_experts: int = 4, top_k: int = 2) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, num_experts, bias=False)
+        self.top_k = top_k
+
+    def perturb(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.perturb(self.gate(x)).float().softmax(-1)
+        return scores, scores.topk(self.top_k, dim=-1).indices
+
+
+class MoE(nn.Module):
+    """Every expert runs on every token, weighted by 0 where it was not picked: no shape depends on the routing."""
+
+    router_type: type[Router] = Router
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.router = self.router_type(dim)
+        self.experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, 1)
+        scores, picked = self.router(flat)
+        weights = torch.zeros_like(scores).scatter(1, picked, scores.gather(1, picked))
+        out = sum(weights[:, i : i + 1] * expert(flat) for i, expert in enumerate(self.experts))
+        return out.view_as(x)
+
+
+class MoEBlock(AttentionBlock):
+    moe_type: type[MoE] = MoE
+
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__(dim)
+        self.feed_forward = self.moe_type(dim)

@@ -22,7 +22,6 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils.checkpoint import checkpoint
-from torch.utils.hooks import RemovableHandle
 
 from titan_offload.config import OffloadConfig, SelectiveConfig
 from titan_offload.engine import OffloadEngine
@@ -386,21 +385,21 @@ class _Installed:
     own_forward: object
     wrapper: CheckpointWrapper
     checkpoint_fn: Callable
-    hooks: list[RemovableHandle]
+    saves: BlockSaves | None
 
     def undo(self) -> None:
         self.block.__dict__.pop("forward", None)
         if self.own_forward is not None:
             self.block.__dict__["forward"] = self.own_forward
         self.wrapper.checkpoint_fn = self.checkpoint_fn
-        for hook in self.hooks:
-            hook.remove()
+        if self.saves is not None:
+            self.saves.unfollow_modules()
 
 
 def _install(
     block: nn.Module, wrapper: CheckpointWrapper, forward: _BlockForward | None, saves: BlockSaves | None
 ) -> _Installed:
-    installed = _Installed(block, block.__dict__.get("forward"), wrapper, wrapper.checkpoint_fn, [])
+    installed = _Installed(block, block.__dict__.get("forward"), wrapper, wrapper.checkpoint_fn, saves)
     if forward is not None:
         block.__dict__["forward"] = forward
     is_compiled = isinstance(block, OptimizedModule)
@@ -416,7 +415,7 @@ def _install(
         # the hooks; only the block's inputs are ours (https://github.com/pytorch/pytorch/pull/191236).
         wrapper.checkpoint_fn = functools.partial(wrapper.checkpoint_fn, respect_saved_tensors_hooks=False)
     if saves is not None and not is_compiled:
-        installed.hooks = saves.follow_modules(modules_of(block, saves.fqn))
+        saves.follow_modules(modules_of(block, saves.fqn))
     return installed
 
 

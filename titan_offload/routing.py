@@ -44,7 +44,7 @@ class RoutingCheck:
         def before(router: nn.Module, args: tuple, kwargs: dict) -> None:
             run = _recompute(passes())
             if run is not None:
-                with _paused(run), torch.no_grad(), torch.random.fork_rng(device_type=_device_type(args)):
+                with _paused(run), torch.no_grad(), _same_random_numbers(args):
                     router.forward(*args, **kwargs)
                 run.trial, run.topk = run.topk, None
 
@@ -87,5 +87,7 @@ def _paused(run: Pass) -> Iterator[None]:
         run.is_paused = False
 
 
-def _device_type(args: tuple) -> str:
-    return next((arg.device.type for arg in args if isinstance(arg, torch.Tensor)), "cpu")
+def _same_random_numbers(args: tuple) -> contextlib.AbstractContextManager:
+    """The generators are left as they are found: that of the host, and that of the device of ``args``."""
+    devices = [arg.device for arg in args if isinstance(arg, torch.Tensor) and arg.device.type != "cpu"][:1]
+    return torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda")

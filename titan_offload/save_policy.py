@@ -173,8 +173,8 @@ def check_save_ops(entries: Iterable[str]) -> None:
 
 
 def matches_module(fqn: str, pattern: str) -> bool:
-    """Whether ``pattern`` is the name ``fqn``, is its end from a dot on, or (with ``*``, ``?`` or ``[``) is a glob on all
-    of it, whose wildcards cross dots."""
+    """Whether ``pattern`` is the name ``fqn``, is its end from a dot on, or (with ``*``, ``?`` or ``[``) is a glob on
+    all of it, whose wildcards cross dots."""
     if any(wildcard in pattern for wildcard in "*?["):
         return fnmatchcase(fqn, pattern)
     return fqn == pattern or fqn.endswith(f".{pattern}")
@@ -260,8 +260,8 @@ def has_bounded_window(call: Call) -> bool:
     return any(bound is not None and bound >= 0 for bound in bounds)
 
 
-# Added in one of the two passes only, by checkpointing itself (detach) or its determinism check (metadata); or not an op
-# in this sense: waiting for a collective hands back its argument.
+# Added in one of the two passes only, by checkpointing itself (detach) or its determinism check (metadata); or not an
+# op in this sense: waiting for a collective hands back its argument.
 _NEVER_SAVED = {
     "aten::detach",
     "_c10d_functional::wait_tensor",

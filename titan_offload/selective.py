@@ -26,6 +26,7 @@ import contextlib
 import functools
 import re
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -138,10 +139,13 @@ class BlockSaves:
     preserves_rng_state: bool = True
     base_context_fn: ContextFn | None = None
     region: Region | None = None
+    _hooks: list[RemovableHandle] = field(default_factory=list)
+    _records: "weakref.WeakSet[RegionSaves]" = field(default_factory=weakref.WeakSet)  # of graphs that are alive
 
     def context_fn(self) -> tuple["_SaveMode", "_RecallMode"]:
         """For ``torch.utils.checkpoint``, which calls it once per forward of the block."""
         record = RegionSaves(self)
+        self._records.add(record)
         return _SaveMode(record), _RecallMode(record)
 
     def compiled_context_fn(self) -> ContextFn:
@@ -184,16 +188,24 @@ class BlockSaves:
             return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE
 
-    def follow_modules(self, modules: dict[str, nn.Module]) -> list[RemovableHandle]:
+    def follow_modules(self, modules: dict[str, nn.Module]) -> None:
         """Keeps track of when the modules with rules of their own run; ``modules`` are the block's, by name."""
-        hooks = []
         for name, module in modules.items():
             scope = name.removeprefix(self.fqn).removeprefix(".")
             if scope in self.scopes:
-                hooks += _follow(module, scope, self.saves.passes)
+                self._hooks += _follow(module, scope, self.saves.passes)
                 if self.saves.routing is not None and any(map(_saves_topk, self.scopes[scope])):
-                    hooks += self.saves.routing.install(module, self.fqn, self.saves.passes)
-        return hooks
+                    self._hooks += self.saves.routing.install(module, self.fqn, self.saves.passes)
+
+    def unfollow_modules(self) -> None:
+        """Takes the hooks away: now, or once the last graph is gone whose recompute needs them."""
+        alive = list(self._records)
+        for record in alive:
+            weakref.finalize(record, self.unfollow_modules).atexit = False
+        if not alive:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
 
     @contextlib.contextmanager
     def in_region(self, region: Region | None) -> Iterator[None]:

@@ -1,0 +1,933 @@
+"""Selective saves: the same gradients to the last bit, less work in backward, and the bytes that were promised."""
+
+import contextlib
+import copy
+import gc
+import logging
+import weakref
+
+import attention_toy as at
+import pytest
+import torch
+import toy
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from titan_offload import (
+    HostRuntime,
+    OffloadConfig,
+    SelectiveConfig,
+    apply_offload,
+    register_mandatory_save,
+    register_preferred_save,
+)
+from titan_offload.save_registry import registered_saves
+from titan_offload.selective import RegionSaves
+
+TOKENS = toy.make_tokens()
+MOVE_ALL = OffloadConfig(min_offload_mib=0.0)
+ONLY_SAVES = OffloadConfig(mode="none", min_offload_mib=0.0)
+ON_DEVICE = OffloadConfig(mode="none")
+
+# Where what is saved goes; the engine's settings, and whether it is offloaded.
+PLACES = {
+    "on the device": (ON_DEVICE, False),
+    "on the device, inputs moved": (MOVE_ALL, False),
+    "moved": (ONLY_SAVES, True),
+    "moved, inputs too": (MOVE_ALL, True),
+    "moved, keep_last 0, lookahead 2": (OffloadConfig(min_offload_mib=0.0, keep_last=0, prefetch_lookahead=2), True),
+    "moved, sync": (OffloadConfig(min_offload_mib=0.0, schedule="sync"), True),
+    "moved, budget for half": (OffloadConfig(min_offload_mib=0.0, pinned_budget_gib=40_000 / 1024**3), True),
+}
+OPTIONS = {
+    "attention": {},
+    "wo": {"save_ops": (), "save_modules": ("wo",)},
+    "glob": {"save_ops": (), "save_modules": ("layers.*.feed_forward.w?",)},
+    "min_k": {"save_ops": (), "save_matmul_min_k": 64},
+    "all matmuls": {"save_ops": ("aten::mm", "aten::addmm")},
+    "everything": {"save_ops": ("aten::",)},
+    "combined": {"save_ops": ("attention", "tanh"), "save_modules": ("wq", "feed_forward.w1"), "save_matmul_min_k": 64},
+}
+
+
+def selective(place: str, **options) -> tuple[OffloadConfig, SelectiveConfig]:
+    offload, moves = PLACES[place]
+    return offload, SelectiveConfig(offload=moves, **options)
+
+
+def slow_link() -> HostRuntime:
+    return HostRuntime(link_gb_per_s=0.004, jitter_ms=1.0, seed=1)
+
+
+def without_ac(model: toy.Model) -> toy.Model:
+    for name, block in list(model.layers.items()):
+        model.layers[name] = block._checkpoint_wrapped_module
+    return model
+
+
+def backward(model: toy.Model, tokens: torch.Tensor = TOKENS) -> toy.Model:
+    model.loss(tokens).backward()
+    return model
+
+
+@pytest.fixture
+def router_saves():
+    saves = [
+        register_mandatory_save(op, "router", reason="tokens would go to other experts")
+        for op in ("aten::mm", "aten::_softmax", "aten::topk")
+    ]
+    with at.removed_afterwards(*saves):
+        yield saves
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gradients_are_bitwise_equal(options, place, dtype):
+    plain = backward(at.make_model().to(dtype))
+    toy.assert_same_grads(plain, backward(without_ac(at.make_model().to(dtype))))
+    model = at.make_model().to(dtype)
+    offloader = apply_offload(model, *selective(place, **OPTIONS[options]), runtime=slow_link())
+    for _ in range(3):
+        model.zero_grad()
+        backward(model)
+        toy.assert_same_grads(model, plain)
+        stats = offloader.step_end()
+        assert stats.saved
+        assert stats.pinned_in_use_bytes == 0
+    assert (stats.num_offloads > 0) == (offloader.engine.config.mode != "none" or PLACES[place][1])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_early_stop(early_stop, place):
+    def make():
+        model = at.make_model()
+        for name, block in list(model.layers.items()):
+            model.layers[name] = checkpoint_wrapper(block._checkpoint_wrapped_module, early_stop=early_stop)
+        return model
+
+    model = make()
+    apply_offload(model, *selective(place, save_modules=("w2",)), runtime=slow_link())
+    ops = at.num_ops_in_backward(model, TOKENS)
+    toy.assert_same_grads(model, backward(make()))
+    # w1 always; w2 only where recompute goes on to the end, and then it was saved
+    assert ops["aten::addmm"] == toy.NUM_BLOCKS
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_autocast(place):
+    def run(model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model.loss(TOKENS)
+        loss.backward()
+        return model
+
+    model = at.make_model()
+    offloader = apply_offload(model, *selective(place, save_modules=("wo", "w1")), runtime=slow_link())
+    toy.assert_same_grads(run(model), run(at.make_model()))
+    saved = offloader.step_end().saved
+    assert saved['save_modules "wo"'] == (toy.NUM_BLOCKS, toy.NUM_BLOCKS * at.BATCH * at.SEQ * at.DIM * 2)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_forward_under_a_profiler_and_backward_without(place):
+    model = at.make_model()
+    apply_offload(model, *selective(place, save_ops=("aten::",)), runtime=slow_link())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        loss = model.loss(TOKENS)
+        with torch.profiler.record_function("step"):
+            pass
+    loss.backward()
+    toy.assert_same_grads(model, backward(at.make_model()))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_two_microbatches_alive(place):
+    batches = toy.make_tokens(seed=1), toy.make_tokens(seed=2)
+    model, plain = at.make_model(), at.make_model()
+    apply_offload(model, *selective(place, save_modules=("wo",)), runtime=slow_link())
+    for target in (model, plain):
+        losses = [target.loss(batch) for batch in batches]
+        for loss in losses:
+            loss.backward()
+    toy.assert_same_grads(model, plain)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_block_called_twice_in_a_forward(place):
+    model, plain = at.make_model(), at.make_model()
+    apply_offload(model, *selective(place, save_modules=("wo",)), runtime=slow_link())
+    for target in (model, plain):
+        target.call = lambda block, h, rope: block(block(h, rope, mask=None), rope, mask=None)
+        backward(target)
+    toy.assert_same_grads(model, plain)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_block_skipped_in_some_steps(place):
+    model, plain = at.make_model(), at.make_model()
+    offloader = apply_offload(model, *selective(place), runtime=slow_link())
+    for step in range(4):
+        for target in (model, plain):
+            skipped = target.layers["2"] if step % 2 else None
+            target.call = lambda block, h, rope, skipped=skipped: h if block is skipped else block(h, rope, mask=None)
+            target.zero_grad()
+            backward(target)
+        toy.assert_same_grads(model, plain)
+        assert offloader.step_end().saved['save_ops "attention"'][0] == toy.NUM_BLOCKS - step % 2
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_second_backward_over_a_retained_graph(place):
+    plain = backward(at.make_model())
+    model = at.make_model()
+    offloader = apply_offload(model, *selective(place, save_modules=("wo",)), runtime=slow_link())
+    loss = model.loss(TOKENS)
+    for _ in range(2):
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        toy.assert_same_grads(model, plain)
+    del loss
+    assert toy.slots_in_use(offloader) == 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_split_backward_recomputes_a_region_several_times(place):
+    """As zero-bubble schedules do: first the gradients of inputs, then those of weights, one call each."""
+    plain = backward(at.make_model())
+    model = at.make_model()
+    offloader = apply_offload(model, *selective(place, save_modules=("wo",)), runtime=slow_link())
+    loss = model.loss(TOKENS)
+    parameters = list(model.parameters())
+    grads = [torch.autograd.grad(loss, parameter, retain_graph=True)[0] for parameter in parameters]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
+    toy.assert_same_grads(model, plain)
+    del loss, grads
+    assert toy.slots_in_use(offloader) == 0
+
+
+def test_torchs_own_selective_checkpointing_allows_one_recompute():
+    """What the two tests above have over it."""
+    policy = [at.ATTENTION_OP]
+    block = checkpoint_wrapper(at.AttentionBlock(), context_fn=lambda: create_selective_checkpoint_contexts(policy))
+    out = block(torch.randn(1, 4, at.DIM, requires_grad=True), torch.ones(at.DIM)).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward an extra time"):
+        out.backward()
+
+
+def test_no_grad_and_eval_leave_no_trace():
+    model = at.make_model()
+    offloader = apply_offload(model, *selective("moved"), runtime=slow_link())
+    with torch.no_grad():
+        model.loss(TOKENS)
+    assert offloader.step_end().saved == {}
+    model.eval()
+    backward(model)
+    toy.assert_same_grads(model, backward(at.make_model()))
+    assert toy.slots_in_use(offloader) == 0
+
+
+@pytest.mark.parametrize("place", ["on the device", "moved"])
+def test_checkpoint_around_checkpoint(place):
+    def run(model):
+        model.call = lambda block, h, rope: torch.utils.checkpoint.checkpoint(block, h, rope, use_reentrant=False)
+        return backward(model)
+
+    model = at.make_model()
+    apply_offload(model, *selective(place), runtime=slow_link())
+    toy.assert_same_grads(run(model), run(at.make_model()))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_everything_dies_with_the_graph_without_the_garbage_collector(place, monkeypatch):
+    alive = weakref.WeakSet()
+    init = RegionSaves.__init__
+    monkeypatch.setattr(RegionSaves, "__init__", lambda self, block: (init(self, block), alive.add(self))[0])
+    model = at.make_model()
+    offloader = apply_offload(model, *selective(place, save_ops=("aten::",)), runtime=slow_link())
+    gc.disable()
+    try:
+        backward(model)
+        assert not alive
+        loss = model.loss(TOKENS)
+        assert len(alive) == toy.NUM_BLOCKS
+        del loss
+        assert not alive
+        model.between = lambda i, h: 1 // 0 if i == 3 else h
+        with contextlib.suppress(ZeroDivisionError):
+            model.loss(TOKENS)
+        assert not alive
+        assert toy.slots_in_use(offloader) == 0
+    finally:
+        gc.enable()
+
+
+# Work
+
+
+def test_attention_is_not_recomputed():
+    name = at.ATTENTION_OP.name()
+    before = at.num_ops_in_backward(at.make_model(), TOKENS)
+    model = at.make_model()
+    apply_offload(model, ON_DEVICE, SelectiveConfig(), runtime=slow_link())
+    after = at.num_ops_in_backward(model, TOKENS)
+    assert before[name] == toy.NUM_BLOCKS
+    assert name not in after
+    assert after["aten::mm"] == before["aten::mm"]
+
+
+@pytest.mark.parametrize(
+    "options, op, num_per_block",
+    [
+        ({"save_modules": ("wo",)}, "aten::mm", 1),
+        ({"save_modules": ("attention.wo", "wq")}, "aten::mm", 2),
+        ({"save_modules": ("attention",)}, "aten::mm", 4),
+        ({"save_modules": ("layers.*.w[kv]",)}, "aten::mm", 2),
+        ({"save_modules": ("w1",)}, "aten::addmm", 1),
+        ({"save_modules": ("w2",)}, "aten::addmm", 0),  # recompute stops before it
+        ({"save_matmul_min_k": at.DIM}, "aten::mm", 4),
+        ({"save_matmul_min_k": at.DIM + 1}, "aten::mm", 0),
+    ],
+)
+def test_saved_matmuls_are_not_recomputed(options, op, num_per_block):
+    before = at.num_ops_in_backward(at.make_model(), TOKENS)
+    model = at.make_model()
+    apply_offload(model, ON_DEVICE, SelectiveConfig(save_ops=(), **options), runtime=slow_link())
+    after = at.num_ops_in_backward(model, TOKENS)
+    assert before[op] - after.get(op, 0) == num_per_block * toy.NUM_BLOCKS
+    assert after[at.ATTENTION_OP.name()] == toy.NUM_BLOCKS
+
+
+def test_exact_name_is_one_block():
+    before = at.num_ops_in_backward(at.make_model(), TOKENS)
+    model = at.make_model()
+    config = SelectiveConfig(save_ops=(), save_modules=("layers.3.attention.wo",))
+    apply_offload(model, ON_DEVICE, config, runtime=slow_link())
+    assert before["aten::mm"] - at.num_ops_in_backward(model, TOKENS)["aten::mm"] == 1
+
+
+def test_registry_alone_removes_the_router_only(router_saves):
+    before = at.num_ops_in_backward(at.make_model(at.MoEBlock), TOKENS)
+    model = at.make_model(at.MoEBlock)
+    apply_offload(model, ON_DEVICE, SelectiveConfig(save_ops=()), runtime=slow_link())
+    after = at.num_ops_in_backward(model, TOKENS)
+    gone = {name: num - after.get(name, 0) for name, num in before.items() if num > after.get(name, 0)}
+    assert gone == {"aten::mm": toy.NUM_BLOCKS, "aten::_softmax": toy.NUM_BLOCKS, "aten::topk": toy.NUM_BLOCKS}
+    toy.assert_same_grads(model, backward(at.make_model(at.MoEBlock)))
+
+
+def test_a_linear_of_an_expanded_weight_counts_and_attention_taken_apart_does_not():
+    class Block(nn.Module):
+        def __init__(self, dim):
+            super().__init__()
+            self.w = nn.Linear(dim, dim, bias=False)
+
+        def forward(self, x, rope, mask=None):
+            weight = self.w.weight.t().expand(x.shape[0], -1, -1)
+            y = torch.bmm(x, weight)
+            return x + torch.bmm(torch.bmm(y, y.transpose(1, 2)).softmax(-1), y).tanh()
+
+    model = at.make_model(Block)
+    offloader = apply_offload(
+        model, ON_DEVICE, SelectiveConfig(save_ops=(), save_matmul_min_k=at.SEQ), runtime=slow_link()
+    )
+    toy.assert_same_grads(backward(model), backward(at.make_model(Block)))
+    num_bytes = at.BATCH * at.SEQ * at.DIM * 4
+    assert offloader.step_end().saved == {f"save_matmul_min_k {at.SEQ}": (toy.NUM_BLOCKS, toy.NUM_BLOCKS * num_bytes)}
+
+
+# Bytes
+
+
+def test_bytes_of_attention():
+    model = at.make_model()
+    offloader = apply_offload(model, ON_DEVICE, SelectiveConfig(), runtime=slow_link())
+    backward(model)
+    out, log_sum_exp = at.BATCH * at.SEQ * at.DIM * 4, at.BATCH * at.HEADS * at.SEQ * 4
+    expected = toy.NUM_BLOCKS, toy.NUM_BLOCKS * (out + log_sum_exp)
+    assert offloader.step_end().saved == {'save_ops "attention"': expected}
+
+
+@pytest.mark.parametrize("keep_last", [0, 1, 3])
+def test_device_holds_nothing_beyond_keep_last_and_stash(keep_last, monkeypatch):
+    """Storages of attention's outputs that are alive after forward."""
+    outputs: list[weakref.ref] = []
+    keep = RegionSaves._keep
+
+    def spy(self, output, is_mandatory):
+        outputs.append(weakref.ref(output.untyped_storage()))
+        return keep(self, output, is_mandatory)
+
+    monkeypatch.setattr(RegionSaves, "_keep", spy)
+    model = at.make_model()
+    config = OffloadConfig(mode="none", min_offload_mib=0.0, keep_last=keep_last, max_inflight_offloads=1)
+    offloader = apply_offload(model, config, SelectiveConfig(offload=True), runtime=slow_link())
+    loss = model.loss(TOKENS)
+    alive = [ref() is not None for ref in outputs]
+    num_stashed = len(offloader.engine._stash)
+    assert num_stashed <= 1
+    assert len(alive) == 2 * toy.NUM_BLOCKS
+    assert sum(alive) == 2 * keep_last + num_stashed
+    assert all(alive[len(alive) - 2 * keep_last :])
+    assert toy.slots_in_use(offloader) == 2 * (toy.NUM_BLOCKS - keep_last)
+    loss.backward()
+    assert toy.slots_in_use(offloader) == 0
+
+
+def test_saved_outputs_come_back_with_the_region_ahead_of_use():
+    """All but those of the region that backward reaches first, which nothing could announce."""
+    model = at.make_model()
+    config = OffloadConfig(min_offload_mib=0.0, keep_last=0, max_inflight_offloads=1)
+    offloader = apply_offload(model, config, SelectiveConfig(offload=True), runtime=HostRuntime())
+    backward(model)
+    stats = offloader.step_end()
+    assert stats.num_offloads == 3 * toy.NUM_BLOCKS
+    assert stats.num_reloads + stats.num_resident == 3 * toy.NUM_BLOCKS
+    assert stats.num_misses <= 3
+    assert stats.num_prefetch_hits >= 3 * (toy.NUM_BLOCKS - 1)
+
+
+def test_reloads_start_when_recompute_starts_where_no_input_is_moved():
+    order = []
+
+    class Spying(HostRuntime):
+        def copy(self, dst, src, stream):
+            order.append("copy")
+            super().copy(dst, src, stream)
+
+    class Block(at.AttentionBlock):
+        def forward(self, x, rope, mask=None):
+            order.append("forward")
+            return super().forward(x, rope, mask)
+
+    model = at.make_model(Block, num_blocks=2)
+    apply_offload(model, OffloadConfig(mode="none", min_offload_mib=0.0, keep_last=0, prefetch_lookahead=0),
+                  SelectiveConfig(offload=True), runtime=Spying())  # fmt: skip
+    loss = model.loss(TOKENS)
+    order.clear()
+    loss.backward()
+    assert order == ["copy", "copy", "forward"] * 2 or order == ["forward", "copy", "copy", "forward"]
+
+
+def test_exhausted_budget_is_an_error_if_asked_for():
+    model = at.make_model()
+    config = OffloadConfig(mode="none", min_offload_mib=0.0, pinned_budget_gib=6000 / 1024**3, on_exhausted="error")
+    apply_offload(model, config, SelectiveConfig(offload=True), runtime=slow_link())
+    with pytest.raises(RuntimeError, match=r"no pinned host memory for .* layers\.1"):
+        model.loss(TOKENS)
+
+
+# Routing
+
+
+def perturbed(change) -> type[nn.Module]:
+    """A MoE block whose router does ``change`` to the logits in recompute."""
+
+    class PerturbedRouter(at.Router):
+        def perturb(self, logits):
+            return change(logits) if at.in_backward() else logits
+
+    moe = type("PerturbedMoE", (at.MoE,), {"router_type": PerturbedRouter})
+    return type("PerturbedBlock", (at.MoEBlock,), {"moe_type": moe})
+
+
+def noise(logits: torch.Tensor) -> torch.Tensor:
+    return logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
+
+
+def other_order_of_ties(logits: torch.Tensor) -> torch.Tensor:
+    return logits + 1e-6 * torch.arange(logits.shape[-1])
+
+
+def tie_scores(model: toy.Model) -> toy.Model:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gate" in name:
+                parameter.zero_()
+    return model
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("change, prepare", [(noise, lambda model: model), (other_order_of_ties, tie_scores)])
+def test_routing_of_forward_is_kept(change, prepare, place, router_saves):
+    expected = backward(prepare(at.make_model(at.MoEBlock)))
+    model = prepare(at.make_model(perturbed(change)))
+    apply_offload(model, *selective(place), runtime=slow_link())
+    toy.assert_same_grads(backward(model), expected)
+
+
+@pytest.mark.parametrize("change, prepare", [(noise, lambda model: model), (other_order_of_ties, tie_scores)])
+def test_without_registration_the_same_gives_other_gradients(change, prepare):
+    assert not [save for save in registered_saves() if save.module == "router"]
+    expected = backward(prepare(at.make_model(at.MoEBlock)))
+    model = prepare(at.make_model(perturbed(change)))
+    apply_offload(model, *selective("on the device"), runtime=slow_link())
+    backward(model)
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    assert not all(torch.equal(p.grad, q.grad) for p, q in pairs)
+
+
+def test_registered_saves_apply_without_selective_config(router_saves):
+    expected = backward(at.make_model(at.MoEBlock))
+    model = at.make_model(perturbed(noise))
+    offloader = apply_offload(model, MOVE_ALL, runtime=slow_link())
+    toy.assert_same_grads(backward(model), expected)
+    assert set(offloader.step_end().saved) == {
+        f"registered mandatory save {op} in router" for op in ("aten::mm", "aten::_softmax", "aten::topk")
+    }
+
+
+def test_blocks_without_a_rule_are_left_alone(router_saves):
+    model = at.make_model()
+    checkpoint_fns = [block.checkpoint_fn for block in model.layers.values()]
+    offloader = apply_offload(model, ON_DEVICE, runtime=slow_link())
+    assert offloader.saves.blocks == {}
+    assert [block.checkpoint_fn for block in model.layers.values()] == checkpoint_fns
+
+
+def test_check_routing_counts_the_tokens(router_saves):
+    num_favoured = 5
+
+    def favour_expert_0(logits):
+        bonus = torch.zeros_like(logits)
+        bonus[:num_favoured, 0] = 5
+        return logits + bonus
+
+    picked = []
+
+    class Router(at.Router):
+        def perturb(self, logits):
+            return favour_expert_0(logits) if at.in_backward() else logits
+
+        def forward(self, x):
+            scores, indices = super().forward(x)
+            if not at.in_backward():
+                picked.append(indices)
+            return scores, indices
+
+    moe = type("MoE", (at.MoE,), {"router_type": Router})
+    model = at.make_model(type("Block", (at.MoEBlock,), {"moe_type": moe}))
+    offloader = apply_offload(model, ON_DEVICE, SelectiveConfig(check_routing=True), runtime=slow_link())
+    toy.assert_same_grads(backward(model), backward(at.make_model(at.MoEBlock)))
+    expected = {f"layers.{i}": int((indices[:num_favoured] != 0).all(-1).sum()) for i, indices in enumerate(picked)}
+    assert sum(expected.values()) > 0
+    assert offloader.step_end().num_rerouted == expected
+    model.eval()
+    assert offloader.step_end().num_rerouted == dict.fromkeys(expected, 0)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_check_routing_changes_nothing(place, router_saves):
+    """A router that draws random numbers draws the same ones after the trial run."""
+
+    class NoisyRouter(at.Router):
+        def perturb(self, logits):
+            return logits + 0.1 * torch.rand_like(logits)
+
+    moe = type("MoE", (at.MoE,), {"router_type": NoisyRouter})
+    block = type("Block", (at.MoEBlock,), {"moe_type": moe})
+    models = at.make_model(block), at.make_model(block)
+    offloader = apply_offload(models[0], *selective(place, check_routing=True), runtime=slow_link())
+    for model in models:
+        torch.manual_seed(5)
+        backward(model)
+    toy.assert_same_grads(*models)
+    assert set(offloader.step_end().num_rerouted) == {f"layers.{i}" for i in range(toy.NUM_BLOCKS)}
+
+
+def test_recompute_that_goes_another_way_names_the_op():
+    class Block(at.AttentionBlock):
+        def forward(self, x, rope, mask=None):
+            rows = 3 if at.in_backward() else 4
+            return super().forward(x, rope) + self.feed_forward(x[:, :rows]).sum()
+
+    model = at.make_model(Block)
+    apply_offload(model, ON_DEVICE, SelectiveConfig(save_modules=("w1",)), runtime=slow_link())
+    with pytest.raises(RuntimeError, match=r"aten::mm in layers\.5\.feed_forward\.w1 with shapes .* no counterpart"):
+        backward(model)
+
+
+# In-place edits, random numbers
+
+
+class InPlaceBlock(at.AttentionBlock):
+    """Normalizes what top-k returned in place, as some routers do."""
+
+    def forward(self, x, rope, mask=None):
+        hidden = self.feed_forward.w1(self.norm1(x) * rope).tanh()
+        values, indices = hidden.topk(8, dim=-1)
+        values /= values.sum(-1, keepdim=True) + 3
+        return x + self.feed_forward.w2(torch.zeros_like(hidden).scatter(-1, indices, values))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_in_place_edit_does_not_reach_a_mandatory_save(place):
+    expected = backward(at.make_model(InPlaceBlock))
+    with at.removed_afterwards(register_mandatory_save("aten::topk", reason="ties")):
+        model = at.make_model(InPlaceBlock)
+        apply_offload(model, *selective(place), runtime=slow_link())
+    loss = model.loss(TOKENS)
+    for _ in range(2):  # the first recompute edits in place too
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        toy.assert_same_grads(model, expected)
+
+
+@pytest.mark.parametrize("runtime", [HostRuntime, slow_link])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_in_place_edit_of_any_other_save_is_an_error(is_registered, place, runtime):
+    saves = [register_preferred_save("aten::topk")] if is_registered else []
+    with at.removed_afterwards(*saves):
+        model = at.make_model(InPlaceBlock)
+        options = {} if is_registered else {"save_ops": ("aten::topk",)}
+        apply_offload(model, *selective(place, **options), runtime=runtime())
+    with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+        backward(model)
+
+
+class DropoutBlock(at.AttentionBlock):
+    """Two ops that draw random numbers, the first of which is saved."""
+
+    def forward(self, x, rope, mask=None):
+        x = x + self.attention(self.norm1(x) * rope)
+        x, _ = torch.ops.aten.native_dropout(x, 0.5, True)
+        return x + self.feed_forward(self.norm2(nn.functional.dropout(x, 0.3)))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_ops_after_a_saved_one_draw_the_same_random_numbers(place):
+    models = at.make_model(DropoutBlock), at.make_model(DropoutBlock)
+    apply_offload(models[0], *selective(place, save_ops=("aten::native_dropout",)), runtime=slow_link())
+    after = []
+    for model in models:
+        torch.manual_seed(7)
+        backward(model)
+        after.append(torch.rand(1))
+    toy.assert_same_grads(*models)
+    assert after[0] == after[1]
+
+
+def test_random_numbers_are_let_be_where_checkpoint_does_not_preserve_them():
+    model = at.make_model(DropoutBlock)
+    for name, block in list(model.layers.items()):
+        model.layers[name] = checkpoint_wrapper(block._checkpoint_wrapped_module, preserve_rng_state=False)
+    apply_offload(model, ON_DEVICE, SelectiveConfig(save_ops=("aten::native_dropout",)), runtime=slow_link())
+    loss = model.loss(TOKENS)
+    torch.manual_seed(11)
+    expected = torch.randint(100, (200,))
+    torch.manual_seed(11)
+    loss.backward()
+    # recompute drew some for the second dropout of each block, and was not thrown back by the saved first one
+    numbers = torch.randint(100, (200,))
+    assert not torch.equal(numbers, expected)
+
+
+# Ops that are not plain
+
+
+def test_flex_attention_is_an_op():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    class Block(at.AttentionBlock):
+        def forward(self, x, rope, mask=None):
+            # FlexAttention has no backward on a CPU.
+            q = x.detach().unflatten(-1, (at.HEADS, -1)).transpose(1, 2)
+            return x + self.feed_forward(self.norm2(x * flex_attention(q, q, q).transpose(1, 2).flatten(2)))
+
+    before = at.num_ops_in_backward(at.make_model(Block), TOKENS)
+    model = at.make_model(Block)
+    offloader = apply_offload(model, *selective("moved, inputs too"), runtime=slow_link())
+    after = at.num_ops_in_backward(model, TOKENS)
+    assert before["flex_attention"] == toy.NUM_BLOCKS
+    assert "flex_attention" not in after
+    assert offloader.step_end().saved['save_ops "attention"'][0] == toy.NUM_BLOCKS
+    toy.assert_same_grads(model, backward(at.make_model(Block)))
+
+
+def test_outputs_that_are_no_tensors():
+    class Block(at.AttentionBlock):
+        def forward(self, x, rope, mask=None):
+            rows = (x.detach().abs().sum() * 0 + 3).long().item()  # a copy to the host that sizes something
+            return super().forward(x, rope) + self.feed_forward(x[:, :rows]).sum()
+
+    with at.removed_afterwards(register_mandatory_save("aten::_local_scalar_dense", reason="waits for the device")):
+        model = at.make_model(Block)
+        apply_offload(model, *selective("moved, inputs too"), runtime=slow_link())
+    ops = at.num_ops_in_backward(model, TOKENS)
+    assert "aten::_local_scalar_dense" not in ops
+    toy.assert_same_grads(model, backward(at.make_model(Block)))
+
+
+# Layer types
+
+
+@pytest.mark.parametrize(
+    "options, num_saved",
+    [
+        ({}, 3),
+        ({"save_sliding_window": True}, 6),
+        ({"recompute_layer_types": ()}, 6),
+        ({"recompute_layer_types": ("full_attention",)}, 3),
+        ({"recompute_layer_types": ("full_attention", "sliding_attention")}, 0),
+    ],
+)
+def test_layer_types(options, num_saved):
+    model = at.make_model()
+    for i, block in enumerate(model.layers.values()):
+        block._checkpoint_wrapped_module.attention_type = ("sliding_attention", "full_attention")[i % 2]
+    offloader = apply_offload(model, ON_DEVICE, SelectiveConfig(**options), runtime=slow_link())
+    ops = at.num_ops_in_backward(model, TOKENS)
+    assert ops.get(at.ATTENTION_OP.name(), 0) == toy.NUM_BLOCKS - num_saved
+    assert offloader.step_end().saved.get('save_ops "attention"', (0, 0))[0] == num_saved
+    toy.assert_same_grads(model, backward(at.make_model()))
+
+
+# With torch's own selective checkpointing
+
+
+def test_registered_saves_win_over_the_blocks_own(router_saves):
+    """Which saves attention, and every second matmul by count, as TorchTitan's does."""
+
+    def make_policy():
+        calls = []
+
+        def policy(context, op, *args, **kwargs):
+            if op is torch.ops.aten.mm.default:
+                calls.append(op)
+            is_saved = op is at.ATTENTION_OP or (op is torch.ops.aten.mm.default and len(calls) % 2)
+            return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return policy
+
+    def own(model):
+        for name, block in list(model.layers.items()):
+            model.layers[name] = checkpoint_wrapper(
+                block._checkpoint_wrapped_module,
+                context_fn=lambda: create_selective_checkpoint_contexts(make_policy()),
+            )
+        return model
+
+    model = own(at.make_model(perturbed(noise)))
+    offloader = apply_offload(model, MOVE_ALL, runtime=slow_link())
+    loss = model.loss(TOKENS)
+    expected = backward(at.make_model(at.MoEBlock))
+    for _ in range(2):
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        toy.assert_same_grads(model, expected)
+    saved = offloader.step_end().saved
+    assert saved["registered mandatory save aten::topk in router"][0] == toy.NUM_BLOCKS
+    assert saved["the block's own selective checkpointing"][0] == toy.NUM_BLOCKS * (1 + 2)
+
+
+def test_context_fn_that_cannot_be_joined():
+    model = at.make_model()
+    contexts = contextlib.nullcontext(), contextlib.nullcontext()
+    for name, block in list(model.layers.items()):
+        model.layers[name] = checkpoint_wrapper(block._checkpoint_wrapped_module, context_fn=lambda: contexts)
+    with pytest.raises(ValueError, match=r"layers\.0 is checkpointed with a context_fn of its own"):
+        apply_offload(model, ON_DEVICE, SelectiveConfig(), runtime=slow_link())
+
+
+# Installing and removing
+
+
+def test_model_looks_the_same_and_is_as_before_after_remove(router_saves):
+    model = at.make_model(at.MoEBlock)
+    names, keys = [name for name, _ in model.named_modules()], list(model.state_dict())
+    checkpoint_fns = [block.checkpoint_fn for block in model.layers.values()]
+    offloader = apply_offload(model, *selective("moved, inputs too", save_modules=("wo",)), runtime=slow_link())
+    assert [name for name, _ in model.named_modules()] == names
+    assert list(model.state_dict()) == keys
+    loss = model.loss(TOKENS)
+    offloader.remove()
+    assert [block.checkpoint_fn for block in model.layers.values()] == checkpoint_fns
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    loss.backward()  # its recompute still has to know inside which modules ops run
+    del loss
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    toy.assert_same_grads(model, backward(at.make_model(at.MoEBlock)))
+
+
+def test_deep_copy_runs_its_own_weights(router_saves):
+    model = at.make_model(at.MoEBlock)
+    apply_offload(model, *selective("moved, inputs too", save_modules=("wo",)), runtime=slow_link())
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.01)
+    expected = at.make_model(at.MoEBlock)
+    expected.load_state_dict(twin.state_dict())
+    toy.assert_same_grads(backward(twin), backward(expected))
+    toy.assert_same_grads(backward(model), backward(at.make_model(at.MoEBlock)))
+
+
+def test_exception_that_a_block_catches_does_not_confuse_the_scopes():
+    class Failing(nn.Linear):
+        def forward(self, x):
+            super().forward(x)
+            raise ZeroDivisionError
+
+    class Block(at.AttentionBlock):
+        def __init__(self, dim=at.DIM):
+            super().__init__(dim)
+            self.failing = Failing(dim, dim)
+
+        def forward(self, x, rope, mask=None):
+            with contextlib.suppress(ZeroDivisionError):
+                self.failing(x)
+            return super().forward(x, rope)
+
+    model = at.make_model(Block)
+    offloader = apply_offload(
+        model, ON_DEVICE, SelectiveConfig(save_ops=(), save_modules=("failing",)), runtime=slow_link()
+    )
+    backward(model)
+    assert offloader.step_end().saved == {
+        'save_modules "failing"': (toy.NUM_BLOCKS, toy.NUM_BLOCKS * at.BATCH * at.SEQ * at.DIM * 4)
+    }
+
+
+# Rules that did nothing
+
+
+def train(model: toy.Model, num_regions: int) -> None:
+    for _ in range(-(-num_regions // toy.NUM_BLOCKS)):
+        backward(model)
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"save_ops": ("aten::erf",)}, 'save_ops "aten::erf" matched no op in 64 regions'),
+        ({"save_ops": (), "save_modules": ("norm1",)}, 'save_modules "norm1" matched no matmul in 64 regions'),
+        ({"save_ops": (), "save_matmul_min_k": 65}, "save_matmul_min_k 65 matched no matmul in 64 regions"),
+        ({"save_ops": (), "save_modules": ("w2",)}, 'recompute never asked for what save_modules "w2" saved of '
+         "aten::addmm in feed_forward.w2 (0.00 MiB)"),
+    ],
+)  # fmt: skip
+def test_one_warning_for_a_rule_that_does_nothing(options, text, caplog):
+    model = at.make_model()
+    apply_offload(model, ON_DEVICE, SelectiveConfig(**options), runtime=slow_link())
+    with caplog.at_level(logging.WARNING):
+        train(model, 63 - toy.NUM_BLOCKS)
+        assert not caplog.records
+        train(model, 200)
+    assert [text in record.message for record in caplog.records] == [True]
+
+
+def test_no_warning_for_rules_that_work(caplog):
+    model = at.make_model()
+    config = SelectiveConfig(save_modules=("wo", "w1"), save_matmul_min_k=16)
+    with at.removed_afterwards(register_preferred_save("aten::tanh")):
+        apply_offload(model, ON_DEVICE, config, runtime=slow_link())
+    with caplog.at_level(logging.WARNING):
+        train(model, 200)
+    # the threshold reaches the last projection as well, which recompute does not ask for
+    assert ["save_matmul_min_k 16" in record.message for record in caplog.records] == [True]
+
+
+def test_warning_for_a_registered_save_that_does_nothing(caplog):
+    with at.removed_afterwards(register_mandatory_save("aten::topk", reason="ties")):
+        model = at.make_model()
+        apply_offload(model, ON_DEVICE, runtime=slow_link())
+    with caplog.at_level(logging.WARNING):
+        train(model, 100)
+    assert ["registered mandatory save aten::topk matched no op" in record.message for record in caplog.records] == [
+        True
+    ]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"save_ops": ("attentoin",)}, r"save_ops = 'attentoin' .* closest: attention"),
+        ({"save_ops": ("aten::mmm",)}, r"save_ops = 'aten::mmm' .* closest: aten::"),
+        ({"save_modules": ("wx",)}, r"save_modules = 'wx' matches no module; closest: .*wq"),
+        ({"save_modules": ("layers",)}, r"save_modules = 'layers' matches only layers, outside the blocks"),
+        ({"save_modules": ("head",)}, r"save_modules = 'head' matches only head, outside the blocks"),
+        ({"save_modules": ("layers.9.attention.*",)}, r"save_modules = 'layers\.9\.attention\.\*' matches no module"),
+        ({"recompute_layer_types": ("sliding",)}, r"recompute_layer_types = 'sliding' .* closest: sliding_attention"),
+    ],
+)
+def test_names_that_do_not_exist(options, text):
+    model = at.make_model()
+    with pytest.raises(ValueError, match=rf"selective_checkpoint\.{text}"):
+        apply_offload(model, ON_DEVICE, SelectiveConfig(**options), runtime=slow_link())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_debug_checkpoints_are_refused():
+    model = at.make_model()
+    for name, block in list(model.layers.items()):
+        model.layers[name] = checkpoint_wrapper(block._checkpoint_wrapped_module, debug=True)
+    with pytest.raises(ValueError, match=r"layers\.0 is checkpointed with debug=True"):
+        apply_offload(model, ON_DEVICE, SelectiveConfig(), runtime=slow_link())
+
+
+def test_no_checkpoint_no_saves():
+    with pytest.raises(ValueError, match="no module matched by blocks"):
+        apply_offload(without_ac(at.make_model()), ON_DEVICE, SelectiveConfig(), runtime=slow_link())
+
+
+# Compiled blocks
+
+
+def compiled(model: toy.Model) -> toy.Model:
+    torch._dynamo.reset()
+    for name, block in list(model.layers.items()):
+        model.layers[name] = torch.compile(block, backend="aot_eager", fullgraph=True)
+    model.call = lambda block, h, rope: block(h, rope)
+    return model
+
+
+@pytest.mark.parametrize(
+    "options, op, num_gone",
+    [
+        ({"save_modules": ("wo",)}, "aten::mm", toy.NUM_BLOCKS),
+        ({"save_modules": ("layers.3.attention.wo",)}, "aten::mm", 1),
+        ({"save_ops": ("aten::mm",)}, "aten::mm", 4 * toy.NUM_BLOCKS),
+        ({"save_matmul_min_k": 32}, "aten::mm", 4 * toy.NUM_BLOCKS),
+    ],
+)
+@pytest.mark.parametrize("offload", [ON_DEVICE, MOVE_ALL])
+def test_compiled_blocks(options, op, num_gone, offload):
+    before = at.num_ops_in_backward(compiled(at.make_model()), TOKENS)
+    model = compiled(at.make_model())
+    apply_offload(model, offload, SelectiveConfig(**{"save_ops": ()} | options), runtime=slow_link())
+    after = at.num_ops_in_backward(model, TOKENS)
+    assert before[op] - after.get(op, 0) == num_gone
+    toy.assert_same_grads(model, backward(compiled(at.make_model())))
+
+
+def test_compiled_blocks_of_different_types_do_not_share_a_policy():
+    """The compiler would reuse what it made of the first block for all that look like it."""
+    types = iter(("sliding_attention", "full_attention") * 3)
+    by_block: dict[int, str] = {}
+
+    def layer_type_of(block):
+        return by_block.setdefault(id(block), next(types) if id(block) not in by_block else "")
+
+    model = compiled(at.make_model())
+    offloader = apply_offload(model, ON_DEVICE, SelectiveConfig(), runtime=slow_link(), layer_type_of=layer_type_of)
+    backward(model)
+    assert offloader.step_end().saved['save_ops "attention"'][0] > 0
+    kinds = {block.compiled_context_fn().args for block in offloader.saves.blocks.values()}
+    assert len(kinds) == 2
+
+
+@pytest.mark.parametrize("key", ["offload", "check_routing"])
+def test_what_compiled_blocks_cannot_do(key):
+    with pytest.raises(ValueError, match=rf"selective_checkpoint\.{key} = true does not work in a compiled block"):
+        apply_offload(compiled(at.make_model()), ON_DEVICE, SelectiveConfig(**{key: True}), runtime=slow_link())
