@@ -2,6 +2,10 @@
 
     python scripts/bench_overlap.py
     python scripts/bench_overlap.py --blocks 16 --max-inflight 0 --lookahead 2
+    python scripts/bench_overlap.py --part attention
+
+There are two parts. The second, in `bench_selective.py`, is of selective saves: what saving attention on the device or
+in host memory spares of recompute, and how many bytes it moves. The rest of this text is about the first.
 
 One step is forward and backward of a stack of checkpointed blocks. It is run with activation checkpointing alone (AC),
 with schedule "sync" and with schedule "overlap", for links on which one copy takes 0.2 to 4 times a block's forward.
@@ -21,7 +25,8 @@ Three predictions of the slow-down against AC stand beside the measurement. A st
                   still in flight at the end of forward overlap with backward; and without a limit, where backward waits
                   for them once a block is done whose input is still being copied
 
-Exit code: 0; 1 if a gradient of any variant differs from AC's in a single bit, or if a step did not move all it should.
+Exit code: 0; 1 if a gradient of any variant differs from AC's in a single bit, if a step did not move all it should, or
+if what it saved or ran again is not what arithmetic says.
 """
 
 import argparse
@@ -31,7 +36,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Protocol
 
+import bench_selective
 import torch
 from bench_report import garbage_collector_off, print_json, print_table
 from torch import nn
@@ -39,6 +46,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from titan_offload import HostRuntime, OffloadConfig, Offloader, OffloadStats, apply_offload
 
+PARTS = ("paced", "attention")
 COPY_OVER_FORWARD = (0.2, 0.5, 1.0, 2.0, 4.0)
 ROWS, DIM = 4096, 64  # of a block's input: 1 MiB
 INPUT_BYTES = ROWS * DIM * 4
@@ -216,6 +224,21 @@ class Variant:
             self.stats.append(self.offloader.step_end())
         return [x.grad, *(weight.grad.clone() for weight in self.model.parameters())]
 
+    def forget_steps(self) -> None:
+        self.step_s.clear()
+        self.stats.clear()
+
+    def find_problems(self, grads: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[str]:
+        name = f"{self.schedule}, copy / forward {self.copy_over_forward}"
+        problems = []
+        if not all(map(torch.equal, grads, expected)):
+            problems.append(f"{name}: gradients differ from those of AC alone")
+        if self.offloader is not None:
+            num_moved = len(self.model.layers) - self.offloader.engine.config.keep_last
+            if self.stats[-1].num_offloads != num_moved:
+                problems.append(f"{name}: moved {self.stats[-1].num_offloads} block inputs, expected {num_moved}")
+        return problems
+
     def median_ms(self) -> float:
         return statistics.median(self.step_s) * 1e3
 
@@ -240,10 +263,21 @@ def make_variants(args: argparse.Namespace) -> list[Variant]:
     return variants
 
 
-def run_rounds(variants: Sequence[Variant], rounds: int) -> list[str]:
+class TakesTurns(Protocol):
+    """What `run_rounds` needs of a variant."""
+
+    def run(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """One step. Returns the gradients."""
+
+    def forget_steps(self) -> None:
+        """Takes all steps until now out of the measurement."""
+
+    def find_problems(self, grads: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[str]:
+        """What is wrong with the step that was run last, and with its gradients."""
+
+
+def run_rounds(variants: Sequence[TakesTurns], x: torch.Tensor, rounds: int) -> list[str]:
     """Lets the variants take turns. The first round pins memory and is not counted. Returns what went wrong."""
-    torch.manual_seed(1)
-    x = torch.randn(ROWS, DIM, requires_grad=True)
     problems = []
     with garbage_collector_off():
         for i in range(rounds + 1):
@@ -251,21 +285,9 @@ def run_rounds(variants: Sequence[Variant], rounds: int) -> list[str]:
             for variant in variants:
                 grads = variant.run(x)
                 expected = grads if expected is None else expected
-                problems += [f"round {i}: {problem}" for problem in find_problems(variant, grads, expected)]
-    for variant in variants:
-        del variant.step_s[:1], variant.stats[:1]
-    return problems
-
-
-def find_problems(variant: Variant, grads: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[str]:
-    name = f"{variant.schedule}, copy / forward {variant.copy_over_forward}"
-    problems = []
-    if not all(map(torch.equal, grads, expected)):
-        problems.append(f"{name}: gradients differ from those of AC alone")
-    if variant.offloader is not None:
-        num_moved = len(variant.model.layers) - variant.offloader.engine.config.keep_last
-        if variant.stats[-1].num_offloads != num_moved:
-            problems.append(f"{name}: moved {variant.stats[-1].num_offloads} block inputs, expected {num_moved}")
+                problems += [f"round {i}: {problem}" for problem in variant.find_problems(grads, expected)]
+                if i == 0:
+                    variant.forget_steps()
     return problems
 
 
@@ -333,6 +355,7 @@ def print_rows(rows: Sequence[dict], args: argparse.Namespace) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     defaults = OffloadConfig()
     parser = argparse.ArgumentParser(description="Step time with offload over links of known speed, beside arithmetic.")
+    parser.add_argument("--part", choices=[*PARTS, "all"], default="all", help="default: %(default)s")
     parser.add_argument("--blocks", type=int, default=8, help="checkpointed blocks (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each variant (default: %(default)s)")
     parser.add_argument("--forward-ms", type=float, default=20.0, help="a block's forward (default: %(default)s)")
@@ -342,28 +365,65 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep-last", type=int, default=defaults.keep_last, help="default: %(default)s")
     parser.add_argument("--max-inflight", type=int, default=defaults.max_inflight_offloads, help="default: %(default)s")
     parser.add_argument("--lookahead", type=int, default=defaults.prefetch_lookahead, help="default: %(default)s")
+    add_attention_arguments(parser)
     args = parser.parse_args(argv)
     if args.blocks < 2 or args.rounds < 1 or args.forward_ms <= 0 or min(args.ratios) <= 0:
         parser.error("--blocks must be at least 2, --rounds at least 1, --forward-ms and --ratios more than 0")
     if not 0 <= args.keep_last < args.blocks or min(args.max_inflight, args.lookahead) < 0:
         parser.error("--keep-last must be from 0 to --blocks - 1, --max-inflight and --lookahead at least 0")
+    if args.attention_blocks < 2 or min(args.attention_rounds, *args.tokens) < 1:
+        parser.error("--attention-blocks must be at least 2, --attention-rounds and --tokens at least 1")
     return args
+
+
+def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("attention")
+    group.add_argument(
+        "--tokens", type=int, nargs="+", default=bench_selective.TOKENS, help="of a sequence (default: %(default)s)"
+    )
+    group.add_argument("--attention-blocks", type=int, default=4, help="blocks of this part (default: %(default)s)")
+    group.add_argument("--attention-rounds", type=int, default=3, help="steps of each variant (default: %(default)s)")
+
+
+def run_paced(args: argparse.Namespace) -> tuple[dict, list[str]]:
+    """The first part. Returns what came out, and what went wrong."""
+    variants = make_variants(args)
+    torch.manual_seed(1)
+    problems = run_rounds(variants, torch.randn(ROWS, DIM, requires_grad=True), args.rounds)
+    rows = make_rows(variants, args)
+    if not problems:
+        print_rows(rows, args)
+    return {"rows": rows}, problems
+
+
+def run_attention(args: argparse.Namespace) -> tuple[dict, list[str]]:
+    """The second part, likewise."""
+    rows, problems = [], []
+    for tokens in args.tokens:
+        variants = bench_selective.make_variants(tokens, args.attention_blocks)
+        problems += run_rounds(variants, bench_selective.make_input(tokens), args.attention_rounds)
+        rows += bench_selective.make_rows(variants)
+    if not problems:
+        bench_selective.print_rows(rows, args)
+    return {"attention_rows": rows}, problems
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    variants = make_variants(args)
-    problems = run_rounds(variants, args.rounds)
-    if problems:
-        print("\n".join(problems), file=sys.stderr)
-        return 1
-    rows = make_rows(variants, args)
-    print_rows(rows, args)
-    parameters = vars(args) | {"input_bytes": INPUT_BYTES, "ratios": list(args.ratios)}
-    print_json("overlap", "cpu (HostRuntime)", parameters, {"gradients": "bitwise equal", "rows": rows})
+    results = {"gradients": "bitwise equal"}
+    for part in PARTS if args.part == "all" else [args.part]:
+        part_results, problems = (run_paced if part == "paced" else run_attention)(args)
+        if problems:
+            print("\n".join(problems), file=sys.stderr)
+            return 1
+        results |= part_results
+    parameters = vars(args) | {"ratios": list(args.ratios), "tokens": list(args.tokens), "input_bytes": INPUT_BYTES}
+    parameters |= {"threads": torch.get_num_threads()}
+    parameters |= {"attention_dim": bench_selective.DIM, "attention_heads": bench_selective.HEADS}
+    print_json("overlap", "cpu (HostRuntime)", parameters, results)
     return 0
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # the blocks' work is small; more threads would take cores from the copies
+    torch.set_num_threads(1)  # more threads would take cores from the copies
     sys.exit(main())

@@ -1,5 +1,6 @@
 """The benchmarks run and tell what they promise; the simulated step is what the engine does, event by event."""
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -17,6 +18,7 @@ from titan_offload import OffloadConfig, Runtime, apply_offload
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 bench_hooks = importlib.import_module("bench_hooks")
 bench_overlap = importlib.import_module("bench_overlap")
+bench_selective = importlib.import_module("bench_selective")
 
 OF_STEADY_STATE = 1000  # blocks: what is different at both ends of forward and backward no longer counts
 
@@ -29,7 +31,7 @@ def last_line(capsys):
 
 
 def test_bench_overlap_prints_a_row_per_variant(capsys):
-    arguments = ["--blocks", "3", "--rounds", "1", "--forward-ms", "2", "--ratios", "0.5", "4"]
+    arguments = ["--part", "paced", "--blocks", "3", "--rounds", "1", "--forward-ms", "2", "--ratios", "0.5", "4"]
     assert bench_overlap.main([*arguments, "--keep-last", "0", "--lookahead", "2", "--max-inflight", "1"]) == 0
     document = last_line(capsys)
     assert document["benchmark"] == "overlap" and document["device"] == "cpu (HostRuntime)"
@@ -48,17 +50,90 @@ def test_bench_overlap_prints_a_row_per_variant(capsys):
 def test_bench_overlap_fails_where_a_gradient_differs(capsys, monkeypatch):
     equal = iter([True, True, False])
     monkeypatch.setattr(bench_overlap.torch, "equal", lambda a, b: next(equal, True))
-    assert bench_overlap.main(["--blocks", "2", "--rounds", "1", "--forward-ms", "1", "--ratios", "1"]) == 1
+    arguments = ["--part", "paced", "--blocks", "2", "--rounds", "1", "--forward-ms", "1", "--ratios", "1"]
+    assert bench_overlap.main(arguments) == 1
     captured = capsys.readouterr()
     assert captured.out == "" and "gradients differ" in captured.err
 
 
 @pytest.mark.parametrize(
-    "bad", [["--blocks", "1"], ["--keep-last", "8"], ["--forward-ms", "0"], ["--ratios", "0"], ["--max-inflight", "-1"]]
+    "bad",
+    [
+        ["--blocks", "1"],
+        ["--keep-last", "8"],
+        ["--forward-ms", "0"],
+        ["--ratios", "0"],
+        ["--max-inflight", "-1"],
+        ["--part", "none"],
+        ["--tokens", "0"],
+        ["--attention-blocks", "1"],
+        ["--attention-rounds", "0"],
+    ],
 )
 def test_bench_overlap_refuses_bad_input(bad):
     with pytest.raises(SystemExit, match="2"):
         bench_overlap.main(bad)
+
+
+def test_bench_overlap_prints_both_parts_as_one_document(capsys):
+    paced = ["--blocks", "2", "--rounds", "1", "--forward-ms", "1", "--ratios", "1"]
+    assert bench_overlap.main([*paced, "--tokens", "16", "--attention-blocks", "2", "--attention-rounds", "1"]) == 0
+    document = last_line(capsys)
+    assert (len(document["rows"]), len(document["attention_rows"])) == (3, 5)
+
+
+def test_attention_rows_say_what_was_saved_and_moved(capsys):
+    sizes = ["--tokens", "48", "64", "--attention-blocks", "3", "--attention-rounds", "1"]
+    assert bench_overlap.main(["--part", "attention", *sizes]) == 0
+    document = last_line(capsys)
+    assert document["gradients"] == "bitwise equal" and "rows" not in document
+    parameters = {"tokens": [48, 64], "attention_blocks": 3, "attention_dim": 128, "attention_heads": 4}
+    assert parameters.items() <= document["parameters"].items() and document["parameters"]["threads"] > 0
+    names = ("tokens", "variant", "saved_bytes_per_block", "to_host_bytes", "attention_forwards_in_backward")
+    expected = []
+    for tokens in (48, 64):
+        block_input, saved = tokens * 128 * 4, tokens * 128 * 4 + tokens * 4 * 4
+        expected += [
+            (tokens, "AC", 0, 0, 3),
+            (tokens, "+ saved on device", saved, 0, 0),
+            (tokens, "+ saved on host", saved, 2 * saved, 0),
+            (tokens, "+ inputs on host", saved, 2 * (saved + block_input), 0),
+            (tokens, "attention alone", None, None, None),
+        ]
+    assert [tuple(row.get(name) for name in names) for row in document["attention_rows"]] == expected
+    ac_ms = {row["tokens"]: row["step_ms"] for row in document["attention_rows"] if row["variant"] == "AC"}
+    for row in document["attention_rows"]:
+        assert row["recompute_spared_percent"] == pytest.approx(row["recompute_spared_ms"] / ac_ms[row["tokens"]] * 100)
+        if "step_ms" in row:
+            assert row["recompute_spared_ms"] == ac_ms[row["tokens"]] - row["step_ms"]
+            assert row["step_ms"] > row["backward_ms"] > 0
+
+
+def test_a_wrong_attention_step_is_a_problem():
+    x = bench_selective.make_input(16)
+    ac, _, on_host, *_ = bench_selective.make_variants(16, 2)
+    expected, grads = ac.run(x), on_host.run(x)
+    assert ac.find_problems(expected, expected) == on_host.find_problems(grads, expected) == []
+    wrong = [*grads[:-1], grads[-1] + 1]
+    assert on_host.find_problems(wrong, expected) == [
+        "16 tokens, + saved on host: gradients differ from those of AC alone"
+    ]
+    on_host.num_attention_forwards = 1
+    on_host.stats[-1] = dataclasses.replace(on_host.stats[-1], saved={"rule": (2, 5)}, offloaded_bytes=7)
+    saved = 16 * 128 * 4 + 16 * 4 * 4
+    assert on_host.find_problems(grads, expected) == [
+        f"16 tokens, + saved on host: bytes saved 5, expected {2 * saved}",
+        f"16 tokens, + saved on host: bytes moved to the host 7, expected {saved}",
+        "16 tokens, + saved on host: attention forwards in backward 1, expected 0",
+    ]
+
+
+def test_bench_overlap_fails_where_attention_saves_other_than_it_must(capsys, monkeypatch):
+    monkeypatch.setattr(bench_selective, "saved_bytes", bench_selective.input_bytes)
+    sizes = ["--tokens", "16", "--attention-blocks", "2", "--attention-rounds", "1"]
+    assert bench_overlap.main(["--part", "attention", *sizes]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and "round 1: 16 tokens, + saved on device: bytes saved 16896, expected" in captured.err
 
 
 def test_bench_hooks_prints_a_row_per_model(capsys):

@@ -580,6 +580,40 @@ def test_in_place_edit_does_not_reach_a_mandatory_save(place):
         toy.assert_same_grads(model, expected)
 
 
+class HiddenEditBlock(at.AttentionBlock):
+    """Edits what a linear returns. On a batch of sequences that is a view which does not say so."""
+
+    def forward(self, x, rope, mask=None):
+        hidden = self.attention.wq(x)
+        hidden.mul_(rope)
+        return x + torch.tanh(hidden)
+
+
+@pytest.mark.parametrize("runtime", [HostRuntime, slow_link])
+@pytest.mark.parametrize("place", PLACES)
+def test_in_place_edit_through_a_view_that_does_not_say_so_is_an_error(place, runtime):
+    model = at.make_model(HiddenEditBlock)
+    apply_offload(model, *selective(place, save_ops=("aten::mm",)), runtime=runtime())
+    with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+        backward(model)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_in_place_edit_outside_the_block_is_an_error(place):
+    class Block(at.AttentionBlock):
+        def forward(self, x, rope, mask=None):
+            return self.attention.wq(torch.tanh(x))
+
+    model = at.make_model(Block)
+    model.between = lambda i, h: h.add_(1) if i else h
+    # Without early stop, recompute goes on to the matmul.
+    for name, block in list(model.layers.items()):
+        model.layers[name] = checkpoint_wrapper(block._checkpoint_wrapped_module, early_stop=False)
+    apply_offload(model, *selective(place, save_ops=("aten::mm",)), runtime=slow_link())
+    with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+        backward(model)
+
+
 @pytest.mark.parametrize("runtime", [HostRuntime, slow_link])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("is_registered", [False, True])

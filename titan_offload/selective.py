@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx.traceback
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
@@ -45,9 +46,9 @@ from titan_offload.routing import RoutingCheck
 from titan_offload.rule_log import RuleLog, SavedPlace
 from titan_offload.save_policy import AnyOp, Call, SavePolicy, SaveRule, draws_random_numbers, matches_module
 from titan_offload.save_registry import packet_name, registered_saves
-from titan_offload.saved_tensor import local_tensor, version_of
+from titan_offload.saved_tensor import local_tensor, storage_id, version_of
 from titan_offload.stats import SaveList
-from titan_offload.tape import Handle, Region
+from titan_offload.tape import DEAD, Handle, Region
 
 ContextFn = Callable[[], tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]]
 TorchPolicy = Callable[..., CheckpointPolicy | bool]
@@ -223,13 +224,13 @@ class BlockSaves:
 class _SavedTensor:
     """One output of a call. Either ``tensor`` (it stays where it is) or ``handle`` (the engine's) is set.
 
-    ``witness`` has the version counter of the output, but not its memory; None: the output was cloned.
+    ``witnesses`` are tensors that count the edits of the output, each with its version when it was saved. None if the
+    output was cloned; more than one if an op handed its memory on as if it were new.
     """
 
-    tensor: torch.Tensor | None
-    handle: Handle | None
-    witness: torch.Tensor | None
-    version: tuple[int, ...]
+    tensor: torch.Tensor | None = None
+    handle: Handle | None = None
+    witnesses: list[tuple[torch.Tensor, tuple[int, ...]]] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -254,8 +255,13 @@ class RegionSaves:
         self.num_calls: Counter[Key] = Counter()
         self.entries: dict[tuple[Key, int], _Entry] = {}
         self.ops: set[AnyOp] = set()  # those with an entry
+        # Outputs that were not cloned, by storage identity; the weak reference tells whether it is the same storage.
+        self._uncloned: dict[int, tuple[weakref.ref[torch.UntypedStorage], _SavedTensor]] = {}
 
     def save(self, run: "_Pass", op: AnyOp, args: tuple, kwargs: dict, outputs: object) -> None:
+        """``op`` ran in forward."""
+        if self._uncloned:
+            self._watch_aliases(outputs)
         if self.base_policy is None and not self.block.saves.policy.candidates(op):
             return
         rule = self.block.rule_for(op, args, kwargs, run.scopes)
@@ -290,11 +296,24 @@ class RegionSaves:
             output = output.clone()
         with _shared_version_counters():
             if self.engine is None:
-                alias = output.detach()
-                return _SavedTensor(alias, None, None if is_mandatory else alias, version_of(alias))
-            witness = None if is_mandatory else _without_memory(output)
-            version = () if witness is None else version_of(witness)
-            return _SavedTensor(None, self.engine.save(self.region, output), witness, version)
+                saved = _SavedTensor(tensor=output.detach())
+            else:
+                saved = _SavedTensor(handle=self.engine.save(self.region, output))
+            if not is_mandatory:
+                saved.witnesses.append(_witness(output))
+                self._uncloned[storage_id(output)] = weakref.ref(local_tensor(output).untyped_storage()), saved
+        return saved
+
+    def _watch_aliases(self, outputs: object) -> None:
+        """A linear on a batch of sequences ends in ``_unsafe_view``, whose result has the memory of the matmul's output
+        but a version counter of its own: edits of it count as well."""
+        for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
+            if not isinstance(output, torch.Tensor) or output.layout is not torch.strided:
+                continue
+            storage, saved = self._uncloned.get(storage_id(output), (DEAD, None))
+            if storage() is not None and storage() is local_tensor(output).untyped_storage():
+                with _shared_version_counters():
+                    saved.witnesses.append(_witness(output))
 
     def recall(self, run: "_Pass", op: AnyOp, args: tuple) -> _Entry | None:
         """The entry of forward's counterpart of this call; None: the op is to be run."""
@@ -313,7 +332,7 @@ class RegionSaves:
         return tree_map_only(_SavedTensor, lambda saved: self._take(saved, entry.rule, op), entry.outputs)
 
     def _take(self, saved: _SavedTensor, rule: SaveRule, op: AnyOp) -> torch.Tensor:
-        if saved.witness is not None and version_of(saved.witness) != saved.version:
+        if any(version_of(witness) != version for witness, version in saved.witnesses):
             raise RuntimeError(
                 f"an output of {packet_name(op)} that {rule.name} saved in {self.block.fqn} was modified by an "
                 "in-place operation afterwards. Take the op out of that rule, or keep a clone: register_mandatory_save"
@@ -478,12 +497,14 @@ def _shared_version_counters() -> contextlib.AbstractContextManager:
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
-def _without_memory(output: torch.Tensor) -> torch.Tensor:
-    local = local_tensor(output)
-    witness = local.detach()
-    if type(local) is torch.Tensor:
-        witness.data = local.new_empty(0)  # keeps the counter, lets the memory go
-    return witness
+def _witness(output: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """An alias that counts the in-place edits of ``output`` but does not hold its memory, and the count so far."""
+    witness = output.detach()
+    if isinstance(witness, DTensor):
+        witness._local_tensor = witness._local_tensor.new_empty(0)  # edits of a DTensor count on the outside
+    elif type(witness) is torch.Tensor:
+        witness.data = output.new_empty(0)
+    return witness, version_of(witness)
 
 
 def _says_save(decision: CheckpointPolicy | bool) -> bool:

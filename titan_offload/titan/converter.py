@@ -6,7 +6,6 @@ that copies carry along: it gives the model a class whose ``train()`` attaches o
 each model part when it is final: parallelized, on its device, with its weights.
 """
 
-import functools
 import inspect
 
 from torch import nn
@@ -53,10 +52,8 @@ class OffloadConverter(ModelConverter):
             return
         if moves:
             check_keep_last(self.config.keep_last, len(find_blocks(model, "layers.*")))
-        # TorchTitan's models outside torchtitan.models.* need not have the attributes that its own have.
-        self._layer_type_of = functools.partial(layer_type, model_args=model.model_args)
         if self.selective is not None:
-            check_selective(model, self.selective, layer_type_of=self._layer_type_of)
+            check_selective(model, self.selective, layer_type_of=layer_type)
         self._block_input_bytes = self._expected_block_input_bytes(model.model_args.dim)
         if self.config.mode != "none":
             self._check_budget()
@@ -68,7 +65,7 @@ class OffloadConverter(ModelConverter):
         if any(part is attached for attached in self._attached) or any(p.is_meta for p in part.parameters()):
             return
         if self._offloader is None:
-            self._offloader = make_offloader(self.config, self.selective, layer_type_of=self._layer_type_of)
+            self._offloader = make_offloader(self.config, self.selective, layer_type_of=layer_type)
         num_parts, known = len(self._offloader.part_fqns), set(self._offloader.saves.blocks)
         self._offloader.attach(part)
         self._attached.append(part)

@@ -35,17 +35,11 @@ def register_builtin_saves() -> None:
         register_builtin_save(op, MoE, reason=_HANDLE)
 
 
-def layer_type(block: nn.Module, model_args: object) -> str | None:
-    """The attention type of a block of TorchTitan's models; None: all blocks of the model are alike.
-
-    Args:
-        block: a TransformerBlock.
-        model_args: those of its model.
-    """
+def layer_type(block: nn.Module) -> str | None:
+    """The attention type of a block of TorchTitan's models; None: all blocks of the model are alike."""
     if hasattr(block, "use_sliding_attention"):  # gpt_oss
         return "sliding_attention" if block.use_sliding_attention else "full_attention"
     attention = getattr(block, "attention", None)
-    if hasattr(attention, "use_rope"):  # llama4: layers with rotary embeddings look at one chunk, if any layer has none
-        is_mixed = model_args.every_n_layers_nope is not None or attention.attn_type == "flex"
-        return "chunked_attention" if is_mixed and attention.use_rope else "full_attention"
+    if hasattr(attention, "use_rope"):  # llama4: with FlexAttention, blocks with rotary embeddings look at one chunk
+        return "chunked_attention" if attention.attn_type == "flex" and attention.use_rope else "full_attention"
     return None

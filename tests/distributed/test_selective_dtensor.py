@@ -1,0 +1,208 @@
+"""Selective saves of DTensors, of what collectives return, and under FSDP2, on gloo."""
+
+import attention_toy as at
+import pytest
+import torch
+import torch.distributed as dist
+import toy
+from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from titan_offload import HostRuntime, OffloadConfig, SelectiveConfig, apply_offload, register_mandatory_save
+
+MOVE_ALL = OffloadConfig(min_offload_mib=0.0)
+NUM_BLOCKS = 4
+
+
+def slow_link():
+    return HostRuntime(link_gb_per_s=0.004, jitter_ms=1.0, seed=1)
+
+
+# DTensors
+
+
+class DTensorBlock(nn.Module):
+    """``edit``: whether an output of a matmul is edited in place afterwards."""
+
+    edit = False
+
+    def __init__(self, dim):
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x, rope):
+        h = self.w1(x)
+        if self.edit:
+            h.mul_(2)
+        return x + self.w2(torch.tanh(h) * rope)
+
+
+class EditingBlock(DTensorBlock):
+    edit = True
+
+
+def dtensor_model(mesh, block=DTensorBlock):
+    model = toy.make_model(block=block, num_blocks=NUM_BLOCKS)
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(distribute_tensor(param.data, mesh, [Replicate()])))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, distribute_tensor(buffer, mesh, [Replicate()]))
+    return model
+
+
+def run_dtensor(model, mesh):
+    tokens = toy.make_tokens(batch=4)
+    h = distribute_tensor(torch.nn.functional.one_hot(tokens, toy.DIM * 2).float()[..., : toy.DIM], mesh, [Shard(0)])
+    h = (h * 1).requires_grad_()
+    for block in model.layers.values():
+        h = block(h, model.rope)
+    return (h * h).sum()
+
+
+def check_dtensor(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    expected = dtensor_model(mesh)
+    run_dtensor(expected, mesh).backward()
+    for offloads in (False, True):
+        model = dtensor_model(mesh)
+        config = SelectiveConfig(save_ops=(), save_modules=("w1",), offload=offloads)
+        offloader = apply_offload(model, MOVE_ALL, config, runtime=slow_link())
+        loss = run_dtensor(model, mesh)
+        for _ in range(2):
+            model.zero_grad()
+            loss.backward(retain_graph=True)
+            for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+                assert p.grad is None or torch.equal(p.grad._local_tensor, q.grad._local_tensor)
+                assert p.grad is None or p.grad.placements == q.grad.placements
+        del loss
+        stats = offloader.step_end()
+        local_bytes = 2 * toy.SEQ * toy.DIM * 4  # half of a batch of 4
+        assert stats.saved == {'save_modules "w1"': (NUM_BLOCKS, NUM_BLOCKS * local_bytes)}
+        assert stats.num_offloads == (NUM_BLOCKS - 1) * (2 if offloads else 1)
+        assert stats.offloaded_bytes == stats.num_offloads * local_bytes
+        assert toy.slots_in_use(offloader) == 0
+
+
+def test_dtensors_are_saved_and_moved_as_local_tensors(on_gloo):
+    on_gloo(check_dtensor)
+
+
+def check_edited_dtensor(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    for offloads in (False, True):
+        for runtime in (HostRuntime(), slow_link()):
+            model = dtensor_model(mesh, EditingBlock)
+            config = SelectiveConfig(save_ops=(), save_modules=("w1",), offload=offloads)
+            apply_offload(model, MOVE_ALL, config, runtime=runtime)
+            with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+                run_dtensor(model, mesh).backward()
+
+
+def test_in_place_edit_of_a_saved_dtensor_is_an_error(on_gloo):
+    on_gloo(check_edited_dtensor)
+
+
+# Exchanges among ranks
+
+
+class Dispatch(nn.Module):
+    """Sends rows to the other rank and back. How many is decided by noise, another one in recompute.
+
+    The sizes are exchanged first, as expert parallel does, and copied to the host.
+    """
+
+    def forward(self, x):
+        rank, group = dist.get_rank(), dist.group.WORLD
+        seed = 10 * rank + (1 if at.in_backward() and self.is_noisy else 0)
+        first = torch.randint(1, len(x) - 1, (), generator=torch.Generator().manual_seed(seed))
+        sizes = torch.stack([first, len(x) - first])
+        with torch.no_grad():
+            received = wait_tensor(all_to_all_single(sizes, None, None, group))
+        sent, got = [size.item() for size in sizes], [size.item() for size in received]
+        there = wait_tensor(all_to_all_single_autograd(x, got, sent, group))
+        there = there * torch.arange(1, len(there) + 1).unsqueeze(1)
+        return wait_tensor(all_to_all_single_autograd(there, sent, got, group))
+
+    is_noisy = True
+
+
+class DispatchBlock(at.AttentionBlock):
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.dispatch = Dispatch()
+
+    def forward(self, x, rope, mask=None):
+        x = super().forward(x, rope)
+        return x + torch.tanh(self.dispatch(x.flatten(0, 1)).view_as(x))
+
+
+def check_dispatch(rank):
+    tokens = toy.make_tokens(seed=rank)
+    Dispatch.is_noisy = False
+    expected = at.make_model(DispatchBlock, num_blocks=NUM_BLOCKS)
+    expected.loss(tokens).backward()
+    Dispatch.is_noisy = True
+    ops = ("aten::_local_scalar_dense", "_c10d_functional::all_to_all_single")
+    saves = [register_mandatory_save(op, "dispatch", reason="sizes differ in recompute") for op in ops]
+    for offloads in (False, True):
+        model = at.make_model(DispatchBlock, num_blocks=NUM_BLOCKS)
+        apply_offload(model, MOVE_ALL, SelectiveConfig(offload=offloads), runtime=slow_link())
+        model.loss(tokens).backward()
+        toy.assert_same_grads(model, expected)
+    for save in saves:
+        save.remove()
+    model = at.make_model(DispatchBlock, num_blocks=NUM_BLOCKS)
+    apply_offload(model, MOVE_ALL, SelectiveConfig(), runtime=slow_link())
+    try:
+        model.loss(tokens).backward()
+    except torch.utils.checkpoint.CheckpointError:
+        return  # shapes of saved tensors differ
+    grads = zip(model.parameters(), expected.parameters(), strict=True)
+    assert not all(torch.equal(p.grad, q.grad) for p, q in grads)
+
+
+def test_exchange_whose_sizes_differ_in_recompute(on_gloo):
+    """F47."""
+    on_gloo(check_dispatch)
+
+
+# FSDP2
+
+
+class NestedBlock(at.AttentionBlock):
+    """Its feed-forward is gathered by itself: in forward within the region, in recompute perhaps not again."""
+
+
+def sharded(model, reshard):
+    for block in model.layers.values():
+        fully_shard(block.feed_forward, reshard_after_forward=reshard)
+        fully_shard(block, reshard_after_forward=reshard)
+    return fully_shard(model, reshard_after_forward=reshard)
+
+
+def check_fsdp(rank):
+    tokens = toy.make_tokens(seed=rank)
+    for reshard in (True, False):
+        expected = sharded(at.make_model(NestedBlock, num_blocks=NUM_BLOCKS), reshard)
+        expected.loss(tokens).backward()
+        for options in ({"save_modules": ("wo", "w1")}, {"save_ops": ("aten::mm", "aten::tanh")}):
+            for offloads in (False, True):
+                model = sharded(at.make_model(NestedBlock, num_blocks=NUM_BLOCKS), reshard)
+                config = SelectiveConfig(offload=offloads, **options)
+                offloader = apply_offload(model, MOVE_ALL, config, runtime=slow_link())
+                for _ in range(2):
+                    model.zero_grad()
+                    model.loss(tokens).backward()
+                    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+                        assert isinstance(p.grad, DTensor)
+                        assert torch.equal(p.grad._local_tensor, q.grad._local_tensor)
+                    assert offloader.step_end().saved
+
+
+def test_fsdp2_with_modules_that_are_gathered_within_a_region(on_gloo):
+    """F52."""
+    on_gloo(check_fsdp)
