@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from titan_offload.saved_tensor import local_tensor
+
 
 class Pass(Protocol):
     """A forward or recompute of a block that is running now.
@@ -71,7 +73,8 @@ class RoutingCheck:
 
 def num_rerouted(picked: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Of ``(tokens, k)`` expert indices: in how many rows the two pick different sets of experts; the order is free."""
-    return (picked.sort(dim=-1).values != expected.sort(dim=-1).values).any(dim=-1).sum()
+    picked, expected = (local_tensor(indices).sort(dim=-1).values for indices in (picked, expected))
+    return (picked != expected).any(dim=-1).sum()
 
 
 def _recompute(passes: Sequence[Pass]) -> Pass | None:

@@ -282,7 +282,7 @@ class RegionSaves:
 
         def keep(output: torch.Tensor) -> _SavedTensor:
             entry.num_bytes += local_tensor(output).nbytes
-            entry.device = output.device
+            entry.device = entry.device or output.device  # of the first: later ones may be seeds, on the host
             return self._keep(output, rule.is_mandatory)
 
         entry.outputs = tree_map_only(torch.Tensor, keep, outputs)
