@@ -111,6 +111,7 @@ class Offloader:
 
     Attributes:
         engine: moves the tensors.
+        selective: settings of what is saved; None: registered saves only.
         saves: decides what is saved, and says what was.
         part_fqns: for each attached part, the names of the blocks whose inputs, or saved outputs, are moved.
     """
@@ -121,7 +122,7 @@ class Offloader:
         self.engine = engine
         self.saves = SelectiveSaves(selective, engine)
         self.part_fqns: list[list[str]] = []
-        self._selective = selective
+        self.selective = selective
         self._layer_type_of = layer_type_of or layer_type_attribute
         self._installed: list[_Installed] = []
         self._stats = OffloadStats()
@@ -133,7 +134,7 @@ class Offloader:
             return
         wrappers = {fqn: _checkpoint_of(block, fqn) for fqn, block in find_blocks(model, blocks).items()}
         found = {fqn: block for fqn, block in find_blocks(model, blocks).items() if wrappers[fqn]}
-        if not found and not moves and self._selective is None:
+        if not found and not moves and self.selective is None:
             return  # registered saves have no region to be in
         _check_blocks(found, blocks, self.engine.config.keep_last if moves else 0)
         block_saves = {fqn: self._make_saves(fqn, block, wrappers[fqn]) for fqn, block in found.items()}
@@ -156,8 +157,8 @@ class Offloader:
                 f"{fqn} is checkpointed with debug=True, which torch does not allow together with selective saves, the "
                 "registered ones included; set activation_checkpoint.debug = false"
             )
-        if isinstance(block, OptimizedModule) and self._selective is not None:
-            _check_compiled(fqn, self._selective)
+        if isinstance(block, OptimizedModule) and self.selective is not None:
+            _check_compiled(fqn, self.selective)
         saves = BlockSaves(
             self.saves,
             fqn,

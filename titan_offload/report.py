@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from rich.table import Table
 
-from titan_offload.config import GIB, MIB, OffloadConfig
+from titan_offload.config import GIB, MIB, OffloadConfig, SelectiveConfig
 from titan_offload.stats import OffloadStats, SaveList
 
 
@@ -97,13 +97,14 @@ def save_block(saves: SaveList) -> str:
     lines = [
         f"Selective saves in {len(saves.fqns)} blocks ({blocks}), kept {where}; the first that matches an op decides:"
     ]
-    for name, reason, modules in saves.rules:
-        lines.append(f"  {name}{' = ' + ', '.join(modules) if modules else ''}{': ' + reason if reason else ''}")
+    for name, modules, reason in saves.rules:
+        lines.append(f"  {name}{' in ' + ', '.join(modules) if modules else ''}{' (' + reason + ')' if reason else ''}")
     for layer_type, fqns in saves.recomputed_attention.items():
         lines.append(f"  not attention in blocks of type {layer_type}, which is recomputed: {', '.join(fqns)}")
     if saves.has_own:
         lines.append(
-            '  then what activation_checkpoint.mode = "selective" saves, its list of matmuls to recompute included'
+            '  then what activation_checkpoint.mode = "selective" saves; its list of matmuls to recompute holds for no '
+            "registered one"
         )
     return "\n".join(lines)
 
@@ -119,12 +120,17 @@ def step_line(stats: OffloadStats) -> str:
 
 
 def save_line(stats: OffloadStats) -> str:
-    """One line on what selective saves did in one step."""
-    parts = [f"{name} {num} x, {_gib(num_bytes)} GiB" for name, (num, num_bytes) in stats.saved.items()]
+    """One line on what selective saves did in one step; registered saves are one."""
+    totals: dict[str, tuple[int, int]] = {}
+    for rule, (num, num_bytes) in stats.saved.items():
+        name = "registered" if rule.startswith("registered ") else rule
+        before = totals.get(name, (0, 0))
+        totals[name] = before[0] + num, before[1] + num_bytes
+    parts = [f"{name} {num} outputs, {_gib(num_bytes)} GiB" for name, (num, num_bytes) in totals.items()]
     line = f"saved instead of recomputed: {'; '.join(parts) or 'nothing'}"
     if stats.num_rerouted:
-        counts = ", ".join(f"{fqn} {num}" for fqn, num in stats.num_rerouted.items())
-        line += f"; tokens that recompute would have re-routed: {counts}"
+        counts = [f"{fqn} {num}" for fqn, num in stats.num_rerouted.items() if num]
+        line += f"; tokens that recompute would have re-routed: {', '.join(counts) or 'none'}"
     return line
 
 
@@ -188,13 +194,20 @@ def rank_table(reports: Sequence[RankReport]) -> Table:
     return table
 
 
-def summary(reports: Sequence[RankReport], config: OffloadConfig, world_size: int, torch_version: str) -> dict:
+def summary(
+    reports: Sequence[RankReport],
+    config: OffloadConfig,
+    selective: SelectiveConfig | None,
+    world_size: int,
+    torch_version: str,
+) -> dict:
     """The run as data for ``summary.json``."""
     return {
         "format": 1,
         "torch": torch_version,
         "world_size": world_size,
         "config": asdict(config),
+        "selective": None if selective is None else asdict(selective),
         "ranks": [asdict(report) for report in reports],
     }
 

@@ -100,7 +100,7 @@ class SaveRule:
         is_mandatory: outputs are cloned.
         is_silent: no warning if it does nothing.
         saves: whether it saves.
-        reason: why, if it was registered.
+        op, reason: which and why, if it was registered.
         unit: what it looks for, for the warning that it found none.
     """
 
@@ -111,6 +111,7 @@ class SaveRule:
     is_mandatory: bool = False
     is_silent: bool = False
     saves: bool = True
+    op: str = ""
     reason: str = ""
     unit: str = "op"
 
@@ -191,6 +192,7 @@ def _registered_rule(save: RegisteredSave) -> SaveRule:
         module=save.module,
         is_mandatory=save.is_mandatory,
         is_silent=save.is_builtin,
+        op=save.op,
         reason=save.reason,
     )
 

@@ -99,11 +99,13 @@ class SelectiveSaves:
     def save_list(self, fqns: Sequence[str]) -> SaveList:
         """What is saved in the blocks ``fqns``."""
         blocks = [self.blocks[fqn] for fqn in fqns]
-        rules = []
+        names: dict[tuple, list[str]] = {}
         for rule in self.policy.rules:
-            modules = {name: None for block in blocks for name, rules in block.scopes.items() if rule in rules}
+            modules = dict.fromkeys(name for block in blocks for name, rules in block.scopes.items() if rule in rules)
             if rule.module is None or modules:
-                rules.append((rule.name, rule.reason, list(modules)))
+                kind = f"registered, {'mandatory' if rule.is_mandatory else 'preferred'}: " if rule.op else ""
+                names.setdefault((kind, tuple(modules), rule.reason), []).append(rule.op or rule.name)
+        rules = [(kind + ", ".join(ops), list(modules), reason) for (kind, modules, reason), ops in names.items()]
         recomputed: dict[str, list[str]] = {}
         for block in blocks:
             if block.layer_type in self.policy.recomputed_layer_types:

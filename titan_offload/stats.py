@@ -75,15 +75,15 @@ class SaveList:
 
     Attributes:
         fqns: the blocks.
-        rules: in the order in which they are asked: name, reason ("" where the user gave it in the config), and the
-            modules within a block that it is limited to.
+        rules: in the order in which they are asked: name, the modules within a block that it is limited to, and why.
+            Registered saves that have all of that in common are one.
         recomputed_attention: by layer type, the blocks whose attention is recomputed all the same.
         has_own: whether the blocks have selective checkpointing of their own, which is asked last.
         offloads: whether what is saved goes to the host.
     """
 
     fqns: list[str]
-    rules: list[tuple[str, str, list[str]]]
+    rules: list[tuple[str, list[str], str]]
     recomputed_attention: dict[str, list[str]]
     has_own: bool
     offloads: bool

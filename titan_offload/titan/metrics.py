@@ -78,7 +78,13 @@ class OffloadLogger(BaseLogger):
             console.print(report.rank_table(self._reports))
         if len(self._reports) < dist.get_world_size():
             print("The run ended before its last step: the other ranks did not report.")
-        data = report.summary(self._reports, self._offloader.engine.config, dist.get_world_size(), torch.__version__)
+        data = report.summary(
+            self._reports,
+            self._offloader.engine.config,
+            self._offloader.selective,
+            dist.get_world_size(),
+            torch.__version__,
+        )
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(data, indent=1) + "\n")
