@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "save_registry": set(),
     "save_policy": {"config", "save_registry"},
     "rule_log": {"config", "save_policy"},
-    "routing": set(),
+    "savable_op": {"save_policy", "saved_tensor"},
+    "routing": {"saved_tensor"},
     "selective": {
         *("config", "saved_tensor", "stats", "tape", "engine"),
         *("save_registry", "save_policy", "rule_log", "routing"),

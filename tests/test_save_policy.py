@@ -92,6 +92,19 @@ def test_sliding_windows_are_recomputed_unless_asked_for(made, is_saved):
     assert (named.rule_for(made) is not None) == is_saved
 
 
+def test_a_bounded_window_that_is_the_ops_default_counts():
+    with torch.library._scoped_library("test_offload", "DEF") as library:
+        library.define("attn(Tensor q, int window_size_left=64) -> Tensor")
+        policy = SavePolicy(SelectiveConfig(save_ops=("test_offload",)), [])
+        ATTENTION_OPS.add("test_offload::attn")
+        try:
+            op = torch.ops.test_offload.attn.default
+            assert policy.rule_for(call(op, Q)) is None
+            assert policy.rule_for(call(op, Q, -1)) is not None
+        finally:
+            ATTENTION_OPS.remove("test_offload::attn")
+
+
 def test_backwards_are_never_saved():
     policy = SavePolicy(SelectiveConfig(save_ops=("attention", "flash_attention")), [])
     assert policy.candidates(at.ATTENTION_OP)

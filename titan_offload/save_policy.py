@@ -81,11 +81,13 @@ class Call:
     layer_type: str | None = None
 
     def argument(self, name: str) -> object:
-        """The value of an argument by the name that the op's schema has for it; None: not given, or no such name."""
+        """The value of an argument by the name that the op's schema has for it; None: there is no such name."""
         if name in self.kwargs or isinstance(self.op, HigherOrderOperator):
             return self.kwargs.get(name)
-        position = next((i for i, arg in enumerate(self.op._schema.arguments) if arg.name == name), len(self.args))
-        return self.args[position] if position < len(self.args) else None
+        for position, arg in enumerate(self.op._schema.arguments):
+            if arg.name == name:  # the dispatcher leaves out what has its default value
+                return self.args[position] if position < len(self.args) else arg.default_value
+        return None
 
 
 @dataclass(eq=False)

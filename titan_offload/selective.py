@@ -242,8 +242,7 @@ class _Entry:
     outputs: object
     rule: SaveRule
     num_bytes: int
-    rng_state: torch.Tensor | None = None
-    device: torch.device | None = None
+    rng_states: list[tuple[torch.device, torch.Tensor]] = field(default_factory=list)
 
 
 class RegionSaves:
@@ -281,15 +280,16 @@ class RegionSaves:
             # The collective may still be writing. What reads it here must wait, as its later users will.
             outputs = tree_map_only(torch.Tensor, torch.ops._c10d_functional.wait_tensor, outputs)
         entry = _Entry(None, rule, 0)
+        devices = {torch.device("cpu")}  # even an op of the device may draw its seed there
 
         def keep(output: torch.Tensor) -> _SavedTensor:
             entry.num_bytes += local_tensor(output).nbytes
-            entry.device = entry.device or output.device  # of the first: later ones may be seeds, on the host
+            devices.add(output.device)
             return self._keep(output, rule.is_mandatory)
 
         entry.outputs = tree_map_only(torch.Tensor, keep, outputs)
         if draws_random_numbers(op) and self.block.preserves_rng_state:
-            entry.rng_state = _get_rng_state(entry.device)
+            entry.rng_states = [(device, _get_rng_state(device)) for device in devices]
         self.block.saves.log.saved(rule, entry.num_bytes)
         return entry
 
@@ -329,8 +329,8 @@ class RegionSaves:
 
     def outputs_of(self, entry: _Entry, op: AnyOp) -> object:
         """What the call returned, as new tensors."""
-        if entry.rng_state is not None:
-            _set_rng_state(entry.device, entry.rng_state)
+        for device, state in entry.rng_states:
+            _set_rng_state(device, state)
         return tree_map_only(_SavedTensor, lambda saved: self._take(saved, entry.rule, op), entry.outputs)
 
     def _take(self, saved: _SavedTensor, rule: SaveRule, op: AnyOp) -> torch.Tensor:
