@@ -1,5 +1,8 @@
 """TorchTitan itself, on the CPU under torchrun, with the debug configs of train_configs/."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import compare_loss
@@ -56,3 +59,30 @@ def test_debug_config_trains_without_offload(name, corpus, tmp_path):
     assert 7.6 < float(curve[1]["loss"]) < 8.6
     if validates:
         assert float(curve[3]["val_loss"]) < float(curve[1]["val_loss"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (
+            "--selective_checkpoint.save_modules wo wx",
+            "error: selective_checkpoint.save_modules = 'wx' matches no module; closest: wv, wq, wo, wk, w3",
+        ),
+        (
+            "--activation_checkpoint.mode none --activation_offload.mode none",
+            "error: selective_checkpoint.save_ops = ('attention',) does not go with activation_checkpoint.mode = "
+            '"none": nothing is recomputed. Set activation_checkpoint.mode to "full", or remove [selective_checkpoint]',
+        ),
+    ],
+)
+def test_process_with_a_mistake_in_selective_checkpoint_ends_with_code_2(flags, error, corpus, tmp_path):
+    command = [sys.executable, "-W", "ignore", "-m", "titan_offload.titan.train"]
+    command += ["--job.config_file", "train_configs/debug_cpu.toml", "--job.dump_folder", str(tmp_path)]
+    command += ["--model.hf_assets_path", str(corpus / "tokenizer"), "--training.dataset_path", str(corpus / "train")]
+    command += ["--selective_checkpoint.enable", *flags.split()]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    env = {**os.environ, **rank, "HF_HUB_OFFLINE": "1"}
+    process = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=100)
+    assert process.returncode == 2, process.stderr
+    assert [line for line in process.stderr.splitlines() if line.startswith("error")] == [error]
+    assert "Traceback" not in process.stdout + process.stderr
