@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import break_rules_selective
 import pytest
 import torch
 
@@ -40,7 +41,7 @@ class Rule:
 
 def rule(name: str, place: str, old: str, new: str, *tests: str, **kwargs: str) -> Rule:
     """``place`` is a module; tests are ``module::name``; both without their suffixes."""
-    nodes = tuple(f"tests/{test.replace('::', '.py::')}" for test in tests)
+    nodes = tuple(f"tests/{test.replace('::', '.py::', 1)}" for test in tests)
     return Rule(name, f"titan_offload/{place}.py", old, new, nodes, **kwargs)
 
 
@@ -350,9 +351,9 @@ OWNERSHIP = [
         "hooks are popped by `with`: a forward that raises leaves none",
         "engine",
         "            with saved_tensors_hooks(lambda tensor: self.pack(region, tensor), self.unpack):\n"
-        "                yield\n",
+        "                yield region\n",
         "            hooks = saved_tensors_hooks(lambda tensor: self.pack(region, tensor), self.unpack)\n"
-        "            hooks.__enter__()\n            yield\n            hooks.__exit__()\n",
+        "            hooks.__enter__()\n            yield region\n            hooks.__exit__()\n",
         f"{E}forward_that_raises_releases_everything_and_leaves_no_hook",
     ),
     rule(
@@ -379,8 +380,8 @@ OWNERSHIP = [
     rule(
         "a recompute by an outer checkpoint moves nothing again",
         "engine",
-        "if torch._C._current_graph_task_id() != -1:",
-        "if False:",
+        "is_recompute = torch._C._current_graph_task_id() != -1",
+        "is_recompute = False",
         f"{E}recompute_by_an_outer_checkpoint_does_not_offload_again",
     ),
 ]
@@ -445,7 +446,7 @@ WHAT_MOVES = [
     rule(
         "only a block's inputs move",
         "engine",
-        "if not self.runtime.owns(local) or storage_id(local) not in region.inputs:",
+        "if not self.runtime.owns(local) or (is_input and storage_id(local) not in region.inputs):",
         "if not self.runtime.owns(local):",
         f"{E}exact_counts",
         f"{E}what_needs_no_gradient_stays",
@@ -453,8 +454,8 @@ WHAT_MOVES = [
     rule(
         "what lives elsewhere stays",
         "engine",
-        "if not self.runtime.owns(local) or storage_id(local) not in region.inputs:",
-        "if storage_id(local) not in region.inputs:",
+        "if not self.runtime.owns(local) or (is_input and storage_id(local) not in region.inputs):",
+        "if is_input and storage_id(local) not in region.inputs:",
         f"{E}what_lives_elsewhere_stays",
     ),
     rule(
@@ -523,9 +524,9 @@ WHAT_MOVES = [
     rule(
         "outer hooks do not see the block inputs of a recompute",
         "engine",
-        "            with saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):\n                yield\n"
-        "            return\n",
-        "            yield\n            return\n",
+        "            with saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):\n"
+        "                yield None\n            return\n",
+        "            yield None\n            return\n",
         f"{E}recompute_by_an_outer_checkpoint_does_not_offload_again",
     ),
 ]
@@ -555,8 +556,9 @@ PREFETCH = [
     rule(
         "what is alive is not reloaded ahead",
         "engine",
-        "if payload.state is State.ON_HOST and payload.alive_storage() is None:",
-        "if payload.state is State.ON_HOST:",
+        "        for payload in _alive(ahead):\n"
+        "            if payload.state is State.ON_HOST and payload.alive_storage() is None:\n",
+        "        for payload in _alive(ahead):\n            if payload.state is State.ON_HOST:\n",
         f"{E}prefetch_does_not_repeat_what_is_alive",
     ),
     rule(
@@ -666,7 +668,7 @@ HOOKS = [
     rule(
         "remove takes the hooks away",
         "apply",
-        '        self.block.__dict__.pop("forward")\n',
+        '        self.block.__dict__.pop("forward", None)\n',
         "",
         f"{A}remove_leaves_nothing_behind",
     ),
@@ -709,8 +711,8 @@ HOOKS = [
     rule(
         "saved-tensor hooks and selective saves are kept apart",
         "apply",
-        "        block.checkpoint_fn = functools.partial(block.checkpoint_fn, respect_saved_tensors_hooks=False)\n",
-        "",
+        "wrapper.checkpoint_fn = functools.partial(wrapper.checkpoint_fn, respect_saved_tensors_hooks=False)",
+        "pass",
         f"{A}selective_checkpoint_moves_exactly_the_block_inputs",
         oldest_torch="2.14",
     ),
@@ -823,7 +825,9 @@ RUNTIME = [
     ),
 ]
 
-RULES = ORDER + DEVICE_MEMORY + OWNERSHIP + WHAT_MOVES + PREFETCH + REPORTS + HOOKS + POOL + RUNTIME
+SELECTIVE = [rule(f"saves: {name}", *rest) for name, *rest in break_rules_selective.RULES]
+
+RULES = ORDER + DEVICE_MEMORY + OWNERSHIP + WHAT_MOVES + PREFETCH + REPORTS + HOOKS + POOL + RUNTIME + SELECTIVE
 
 
 def copy_repository(folder: Path) -> None:

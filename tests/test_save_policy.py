@@ -7,8 +7,22 @@ import torch.nn.attention.varlen  # registers its op
 from torch import nn
 
 from titan_offload import SelectiveConfig, register_mandatory_save, register_preferred_save
-from titan_offload.save_policy import ATTENTION_OPS, MATMULS, Call, SavePolicy, check_save_ops, matches_module
-from titan_offload.save_registry import closest, known_op_names, packet_name, registered_saves
+from titan_offload.save_policy import (
+    ATTENTION_OPS,
+    MATMULS,
+    Call,
+    SavePolicy,
+    check_save_ops,
+    has_bounded_window,
+    matches_module,
+)
+from titan_offload.save_registry import (
+    closest,
+    known_op_names,
+    packet_name,
+    register_builtin_save,
+    registered_saves,
+)
 
 aten = torch.ops.aten
 
@@ -82,6 +96,10 @@ def flash_window(left, right):
         (call(at.ATTENTION_OP, Q, Q, Q, layer_type="full_attention"), True),
         (call(torch.ops.higher_order.flex_attention, Q, Q, Q, layer_type="sliding_attention"), False),
         (call(torch.ops.higher_order.flex_attention, Q, Q, Q), True),
+        (call(torch.ops.higher_order.flex_attention, Q, Q, Q, window_size=64), False),
+        (call(torch.ops.higher_order.flex_attention, Q, Q, Q, window_size=-1), True),
+        (call(torch.ops.higher_order.flex_attention, Q, Q, Q, attention_chunk=64), False),
+        (call(torch.ops.higher_order.flex_attention, Q, Q, Q, attention_chunk=0), True),  # no chunks
     ],
 )
 def test_sliding_windows_are_recomputed_unless_asked_for(made, is_saved):
@@ -155,6 +173,8 @@ def test_a_batched_matmul_that_is_no_linear_is_not_one_of_a_module():
         ("*.attention.w?", True),
         ("layers.[0-1].*", True),
         ("layers.[2-9].*", False),
+        ("layers.?.attention.wo", True),
+        ("layers.[0-1].attention.wo", True),
         ("w*", False),
     ],
 )
@@ -190,6 +210,13 @@ def test_the_first_rule_that_matches_decides():
     assert rule_name(without, MM) == "save_matmul_min_k 2"
 
 
+def test_rules_of_outer_modules_hold_too_and_the_order_of_rules_decides():
+    policy = SavePolicy(SelectiveConfig(save_ops=(), save_modules=("attention", "wq")), [])
+    made = call(MM.op, *MM.args)
+    made.rules_in_scope = [frozenset(policy.rules[:1]), frozenset(policy.rules[1:])]
+    assert rule_name(policy, made) == 'save_modules "attention"'
+
+
 def test_registered_saves_come_before_the_sliding_window():
     with at.removed_afterwards(register_preferred_save(at.ATTENTION_OP)):
         policy = SavePolicy(SelectiveConfig(), registered_saves())
@@ -214,6 +241,61 @@ def test_registered_saves_come_before_the_sliding_window():
 )
 def test_views_and_in_place_ops_are_recomputed(made):
     assert SavePolicy(SelectiveConfig(save_ops=("::",)), []).rule_for(made) is None
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        aten.detach.default,  # what checkpointing adds in recompute
+        torch.ops._c10d_functional.wait_tensor.default,
+        aten.sym_size.default,
+        aten.is_contiguous.default,
+        torch.ops.prim.device.default,
+    ],
+)
+def test_ops_that_one_of_the_two_passes_may_lack_are_not_even_counted(op):
+    assert not SavePolicy(SelectiveConfig(save_ops=("::",)), []).candidates(op)
+
+
+def test_an_argument_that_is_left_out_has_its_default():
+    with torch.library._scoped_library("save_policy_test", "DEF") as library:
+        library.define("fwd(Tensor q, int window_size_left=4) -> Tensor")
+        op = torch.ops.save_policy_test.fwd.default
+        assert [has_bounded_window(call(op, Q, *window)) for window in ((), (4,), (-1,))] == [True, True, False]
+
+
+def test_an_output_argument_that_is_not_given_leaves_the_output_fresh():
+    with torch.library._scoped_library("save_policy_test", "DEF") as library:
+        library.define("fwd(Tensor q, Tensor(out!)? out=None) -> Tensor")
+        policy = SavePolicy(SelectiveConfig(save_ops=("save_policy_test::fwd",)), [])
+        op = torch.ops.save_policy_test.fwd.default
+        assert policy.rule_for(call(op, Q)) is policy.rule_for(call(op, Q, None)) is policy.rules[0]
+        assert policy.rule_for(call(op, Q, Q)) is policy.rule_for(call(op, Q, out=Q)) is None
+
+
+ON_DEVICE = torch.ones(4, dtype=torch.int64, device="meta")
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "made, is_saved",
+    [
+        (call(aten._to_copy.default, ON_DEVICE, device=CPU), True),
+        (call(aten._to_copy.default, ON_DEVICE.float(), device=CPU), False),
+        (call(aten._to_copy.default, ON_DEVICE, dtype=torch.int32), False),
+        (call(aten._to_copy.default, ON_DEVICE, device=torch.device("meta")), False),
+        (call(aten._to_copy.default, torch.ones(4, dtype=torch.int64), device=CPU), False),
+        (call(aten._local_scalar_dense.default, ON_DEVICE), True),
+        (call(aten._local_scalar_dense.default, ON_DEVICE.float()), False),
+    ],
+)
+def test_sizes_are_whole_numbers_on_their_way_to_the_host(made, is_saved):
+    name = packet_name(made.op)
+    with at.removed_afterwards(register_builtin_save(name, nn.Linear, reason="sizes", only_sizes=True)):
+        registered = [save for save in registered_saves() if save.module is nn.Linear]
+    policy = SavePolicy(None, registered)
+    made.rules_in_scope = [frozenset(policy.rules)]
+    assert (policy.rule_for(made) is not None) == is_saved
 
 
 def test_profiler_ops_are_ignored():

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import logging
+import threading
 import weakref
 
 import attention_toy as at
@@ -22,7 +23,10 @@ from titan_offload import (
     register_mandatory_save,
     register_preferred_save,
 )
-from titan_offload.save_registry import registered_saves
+from titan_offload import selective as selective_module
+from titan_offload.rule_log import NUM_REGIONS, RuleLog, SavedPlace
+from titan_offload.save_policy import SaveRule
+from titan_offload.save_registry import register_builtin_save, registered_saves
 from titan_offload.selective import RegionSaves
 
 TOKENS = toy.make_tokens()
@@ -212,6 +216,24 @@ def test_split_backward_recomputes_a_region_several_times(place):
     assert toy.slots_in_use(offloader) == 0
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_a_retained_graph_holds_nothing_of_its_recomputes(place):
+    made: list[weakref.ref] = []
+
+    class Block(at.AttentionBlock):
+        def forward(self, x, rope, mask=None):
+            hidden = torch.tanh(x)
+            if at.in_backward():
+                made.append(weakref.ref(hidden.untyped_storage()))
+            return x + torch.exp(torch.sigmoid(hidden))
+
+    model = at.make_model(Block)
+    apply_offload(model, *selective(place, save_ops=("aten::sigmoid",)), runtime=slow_link())
+    loss = model.loss(TOKENS)
+    loss.backward(retain_graph=True)
+    assert [storage() for storage in made] == [None] * toy.NUM_BLOCKS
+
+
 def test_torchs_own_selective_checkpointing_allows_one_recompute():
     """What the two tests above have over it."""
     policy = [at.ATTENTION_OP]
@@ -228,21 +250,31 @@ def test_no_grad_and_eval_leave_no_trace():
     with torch.no_grad():
         model.loss(TOKENS)
     assert offloader.step_end().saved == {}
-    model.eval()
     backward(model)
-    toy.assert_same_grads(model, backward(at.make_model()))
+    model.zero_grad()
+    model.eval()
+    loss = model.loss(TOKENS)
     assert toy.slots_in_use(offloader) == 0
+    loss.backward()
+    toy.assert_same_grads(model, backward(at.make_model()))
 
 
 @pytest.mark.parametrize("place", ["on the device", "moved"])
-def test_checkpoint_around_checkpoint(place):
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_checkpoint_around_checkpoint(early_stop, place):
     def run(model):
-        model.call = lambda block, h, rope: torch.utils.checkpoint.checkpoint(block, h, rope, use_reentrant=False)
+        model.call = lambda block, h, rope: torch.utils.checkpoint.checkpoint(
+            block, h, rope, use_reentrant=False, early_stop=early_stop
+        )
         return backward(model)
 
     model = at.make_model()
-    apply_offload(model, *selective(place), runtime=slow_link())
+    offloader = apply_offload(model, *selective(place), runtime=slow_link())
     toy.assert_same_grads(run(model), run(at.make_model()))
+    # the outer recompute saves again, unless it stops before, but moves nothing
+    stats = offloader.step_end()
+    assert stats.saved['save_ops "attention"'][0] == (1 if early_stop else 2) * toy.NUM_BLOCKS
+    assert stats.num_offloads == (2 * (toy.NUM_BLOCKS - 1) if place == "moved" else 0)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -381,20 +413,46 @@ def test_device_holds_nothing_beyond_keep_last_and_stash(keep_last, monkeypatch)
     assert toy.slots_in_use(offloader) == 0
 
 
-def test_saved_outputs_come_back_with_the_region_ahead_of_use():
-    """All but those of the region that backward reaches first, which nothing could announce."""
+def let_copies_end(offloader) -> None:
+    for entry in offloader.engine._stash:
+        offloader.engine.runtime.synchronize(entry.event)
+
+
+@pytest.mark.parametrize("mode, num", [("none", 2), ("block_inputs", 3)])
+def test_saved_outputs_come_back_with_the_region_ahead_of_use(mode, num):
+    """All but those of the region that backward reaches first, which nothing could announce. They start first."""
     model = at.make_model()
-    config = OffloadConfig(min_offload_mib=0.0, keep_last=0, max_inflight_offloads=1)
+    config = OffloadConfig(mode=mode, min_offload_mib=0.0, keep_last=0, max_inflight_offloads=1)
     offloader = apply_offload(model, config, SelectiveConfig(offload=True), runtime=HostRuntime())
-    backward(model)
+    started = []
+    start = offloader.engine._start_reload
+    offloader.engine._start_reload = lambda payload: (started.append(payload.region.index), start(payload))[1]
+    loss = model.loss(TOKENS)
+    let_copies_end(offloader)
+    loss.backward()
+    assert started == [i for i in reversed(range(toy.NUM_BLOCKS)) for _ in range(num)]
     stats = offloader.step_end()
-    assert stats.num_offloads == 3 * toy.NUM_BLOCKS
-    assert stats.num_reloads + stats.num_resident == 3 * toy.NUM_BLOCKS
-    assert stats.num_misses <= 3
-    assert stats.num_prefetch_hits >= 3 * (toy.NUM_BLOCKS - 1)
+    assert stats.num_offloads == stats.num_reloads == num * toy.NUM_BLOCKS
+    assert (stats.num_misses, stats.num_prefetch_hits) == (num, num * (toy.NUM_BLOCKS - 1))
 
 
-def test_reloads_start_when_recompute_starts_where_no_input_is_moved():
+def test_a_reload_is_late_only_where_nothing_announced_it():
+    """The first backward starts in the middle; the second one comes past there."""
+    model = at.make_model()
+    config = OffloadConfig(mode="none", min_offload_mib=0.0, keep_last=0, max_inflight_offloads=1)
+    offloader = apply_offload(model, config, SelectiveConfig(offload=True), runtime=HostRuntime())
+    hidden = []
+    model.between = lambda i, h: (hidden.append(h), h)[1]
+    loss = model.loss(TOKENS)
+    let_copies_end(offloader)
+    for start, num_regions in ((hidden[3].sum(), 3), (loss, toy.NUM_BLOCKS)):
+        start.backward(retain_graph=True)
+        stats = offloader.step_end()
+        assert (stats.num_misses, stats.num_prefetch_hits) == (2, 2 * (num_regions - 1))
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_reloads_start_when_recompute_starts_where_no_input_is_moved(lookahead):
     order = []
 
     class Spying(HostRuntime):
@@ -408,12 +466,48 @@ def test_reloads_start_when_recompute_starts_where_no_input_is_moved():
             return super().forward(x, rope, mask)
 
     model = at.make_model(Block, num_blocks=2)
-    apply_offload(model, OffloadConfig(mode="none", min_offload_mib=0.0, keep_last=0, prefetch_lookahead=0),
-                  SelectiveConfig(offload=True), runtime=Spying())  # fmt: skip
+    runtime = Spying()
+    config = OffloadConfig(mode="none", min_offload_mib=0.0, keep_last=0, prefetch_lookahead=lookahead)
+    offloader = apply_offload(model, config, SelectiveConfig(offload=True), runtime=runtime)
+    query, runtime.query = runtime.query, lambda event: False  # forward sees no copy end
     loss = model.loss(TOKENS)
+    let_copies_end(offloader)
+    runtime.query = query
     order.clear()
     loss.backward()
-    assert order == ["copy", "copy", "forward"] * 2 or order == ["forward", "copy", "copy", "forward"]
+    copies = ["copy"] * 2
+    assert order == ([*copies, *copies, "forward", "forward"] if lookahead else [*copies, "forward"] * 2)
+
+
+def test_what_is_alive_is_not_reloaded_when_its_region_is_reached():
+    held = []
+
+    class Block(at.AttentionBlock):
+        def forward(self, x, rope, mask=None):
+            hidden = torch.sigmoid(x)
+            if at.in_backward():
+                held.append(hidden)
+            return super().forward(x + hidden, rope)
+
+    model = at.make_model(Block)
+    config = OffloadConfig(mode="none", min_offload_mib=0.0, keep_last=0, max_inflight_offloads=1)
+    saves = SelectiveConfig(save_ops=("aten::sigmoid",), offload=True)
+    offloader = apply_offload(model, config, saves, runtime=HostRuntime())
+    loss = model.loss(TOKENS)
+    let_copies_end(offloader)
+    for num_reloads in (toy.NUM_BLOCKS, 0):
+        loss.backward(retain_graph=True)
+        stats = offloader.step_end()
+        assert (stats.num_reloads, stats.num_resident) == (num_reloads, toy.NUM_BLOCKS - num_reloads)
+
+
+def test_schedule_sync_reloads_when_asked():
+    model = at.make_model()
+    config = OffloadConfig(mode="none", min_offload_mib=0.0, schedule="sync", keep_last=0)
+    offloader = apply_offload(model, config, SelectiveConfig(offload=True), runtime=HostRuntime())
+    backward(model)
+    stats = offloader.step_end()
+    assert (stats.num_reloads, stats.num_misses, stats.num_prefetch_hits) == (2 * toy.NUM_BLOCKS, 0, 0)
 
 
 def test_exhausted_budget_is_an_error_if_asked_for():
@@ -523,6 +617,46 @@ def test_check_routing_counts_the_tokens(router_saves):
     assert offloader.step_end().num_rerouted == dict.fromkeys(expected, 0)
 
 
+def test_check_routing_adds_up_what_a_step_does_and_lets_other_forwards_be(router_saves):
+    class Router(at.Router):
+        def perturb(self, logits):  # the same ops in both passes
+            return logits + torch.full_like(logits[0], at.in_backward()).cumsum(0) * logits.roll(1, 0)
+
+    moe = type("MoE", (at.MoE,), {"router_type": Router})
+    model = at.make_model(type("Block", (at.MoEBlock,), {"moe_type": moe}))
+    config = SelectiveConfig(save_ops=("aten::",), check_routing=True)
+    offloader = apply_offload(model, ON_DEVICE, config, runtime=slow_link())
+    backward(model)
+    once = offloader.step_end()
+    assert sum(once.num_rerouted.values()) > 0
+    backward(model)
+    backward(model)
+    with torch.no_grad():
+        model.loss(TOKENS)
+    twice = offloader.step_end()
+    assert twice.num_rerouted == {fqn: 2 * num for fqn, num in once.num_rerouted.items()}
+    assert twice.saved == {rule: (2 * num, 2 * num_bytes) for rule, (num, num_bytes) in once.saved.items()}
+    assert once.saved["registered mandatory save aten::topk in router"][0] == toy.NUM_BLOCKS
+    model.eval()  # checkpoints recompute all the same
+    toy.assert_same_grads(backward(model), backward(model))
+
+
+def test_check_routing_within_a_module_that_is_checked_too(router_saves):
+    with at.removed_afterwards(register_mandatory_save("aten::topk", "feed_forward", reason="ties")):
+        model = at.make_model(perturbed(noise))
+        apply_offload(model, ON_DEVICE, SelectiveConfig(check_routing=True), runtime=slow_link())
+    toy.assert_same_grads(backward(model), backward(at.make_model(at.MoEBlock)))
+
+
+def test_check_routing_is_of_mandatory_saves_of_topk():
+    saves = register_preferred_save("aten::topk", "router"), register_mandatory_save("aten::mm", "wq", reason="test")
+    with at.removed_afterwards(*saves):
+        model = at.make_model(at.MoEBlock)
+        offloader = apply_offload(model, ON_DEVICE, SelectiveConfig(check_routing=True), runtime=slow_link())
+    backward(model)
+    assert offloader.step_end().num_rerouted == {}
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_check_routing_changes_nothing(place, router_saves):
     """A router that draws random numbers draws the same ones after the trial run."""
@@ -531,8 +665,13 @@ def test_check_routing_changes_nothing(place, router_saves):
         def perturb(self, logits):
             return logits + 0.1 * torch.rand_like(logits)
 
-    moe = type("MoE", (at.MoE,), {"router_type": NoisyRouter})
-    block = type("Block", (at.MoEBlock,), {"moe_type": moe})
+    class MoE(at.MoE):
+        router_type = NoisyRouter
+
+        def forward(self, x):
+            return nn.functional.dropout(super().forward(x), 0.3)
+
+    block = type("Block", (at.MoEBlock,), {"moe_type": MoE})
     models = at.make_model(block), at.make_model(block)
     offloader = apply_offload(models[0], *selective(place, check_routing=True), runtime=slow_link())
     for model in models:
@@ -551,6 +690,29 @@ def test_recompute_that_goes_another_way_names_the_op():
     model = at.make_model(Block)
     apply_offload(model, ON_DEVICE, SelectiveConfig(save_modules=("w1",)), runtime=slow_link())
     with pytest.raises(RuntimeError, match=r"aten::mm in layers\.5\.feed_forward\.w1 with shapes .* no counterpart"):
+        backward(model)
+
+
+@pytest.mark.parametrize(
+    "of_forward, of_recompute",
+    [
+        (lambda block, x: torch.tanh(x), lambda block, x: torch.sigmoid(x)),
+        (lambda block, x: block.attention.wq(x), lambda block, x: block.attention.wk(x)),
+        (lambda block, x: torch.tanh(x[:, :4]).sum(), lambda block, x: torch.tanh(x[:, :3]).sum()),
+        (lambda block, x: torch.tanh(x), lambda block, x: torch.tanh(torch.tanh(x))),
+    ],
+    ids=["op", "module", "shape", "number"],
+)
+def test_a_call_that_forward_did_not_make_is_an_error(of_forward, of_recompute):
+    class Block(at.AttentionBlock):
+        def forward(self, x, rope, mask=None):
+            x = x + torch.sigmoid(x[:1])  # makes sure that an entry of each op is there
+            return torch.exp((of_recompute if at.in_backward() else of_forward)(self, x) + x)
+
+    model = at.make_model(Block)
+    config = SelectiveConfig(save_ops=("aten::tanh", "aten::sigmoid"), save_modules=("wq", "wk"))
+    apply_offload(model, ON_DEVICE, config, runtime=slow_link())
+    with pytest.raises(RuntimeError, match=r"recompute of layers\.5 went another way than its forward: call"):
         backward(model)
 
 
@@ -599,19 +761,49 @@ def test_in_place_edit_through_a_view_that_does_not_say_so_is_an_error(place, ru
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_in_place_edit_outside_the_block_is_an_error(place):
+@pytest.mark.parametrize("op", ["aten::mm", "aten::sigmoid"])  # the first returns a view, which does not say so
+def test_in_place_edit_outside_the_block_is_an_error(op, place):
     class Block(at.AttentionBlock):
         def forward(self, x, rope, mask=None):
-            return self.attention.wq(torch.tanh(x))
+            return self.attention.wq(torch.tanh(x)) if op == "aten::mm" else torch.sigmoid(x)
 
     model = at.make_model(Block)
     model.between = lambda i, h: h.add_(1) if i else h
     # Without early stop, recompute goes on to the matmul.
     for name, block in list(model.layers.items()):
         model.layers[name] = checkpoint_wrapper(block._checkpoint_wrapped_module, early_stop=False)
-    apply_offload(model, *selective(place, save_ops=("aten::mm",)), runtime=slow_link())
+    apply_offload(model, *selective(place, save_ops=(op,)), runtime=slow_link())
     with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
         backward(model)
+
+
+@pytest.mark.parametrize("place", ["on the device", "on the device, inputs moved", "moved"])  # the last block's stays
+def test_in_place_edit_in_a_recompute_is_an_error_in_the_next(place):
+    class Block(at.AttentionBlock):
+        def forward(self, x, rope, mask=None):
+            hidden = torch.tanh(x).sigmoid()
+            return x + torch.exp(hidden.mul_(2) if at.in_backward() else hidden * 2)
+
+    model = at.make_model(Block)
+    apply_offload(model, *selective(place, save_ops=("aten::sigmoid",)), runtime=slow_link())
+    loss = model.loss(TOKENS)
+    inputs = list(model.parameters())
+    torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
+    with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+        torch.autograd.grad(loss, inputs, allow_unused=True)
+
+
+def test_in_place_edit_of_what_took_the_place_of_a_freed_output_is_none_of_the_output():
+    class Block(at.AttentionBlock):
+        def forward(self, x, rope, mask=None):
+            for _ in range(20):
+                x = torch.tanh(x) + 1
+                x = x + torch.ones_like(x).mul_(rope)
+            return x
+
+    model = at.make_model(Block)
+    apply_offload(model, *selective("moved, sync", save_ops=("aten::tanh",)), runtime=HostRuntime())
+    toy.assert_same_grads(backward(model), backward(at.make_model(Block)))
 
 
 @pytest.mark.parametrize("runtime", [HostRuntime, slow_link])
@@ -656,15 +848,45 @@ def test_random_numbers_are_let_be_where_checkpoint_does_not_preserve_them():
     apply_offload(model, ON_DEVICE, SelectiveConfig(save_ops=("aten::native_dropout",)), runtime=slow_link())
     loss = model.loss(TOKENS)
     torch.manual_seed(11)
-    expected = torch.randint(100, (200,))
+    for _ in model.layers:  # the second dropout; the first is saved, and draws none
+        nn.functional.dropout(torch.ones(at.BATCH, at.SEQ, at.DIM), 0.3)
+    expected = torch.rand(1)
     torch.manual_seed(11)
     loss.backward()
-    # recompute drew some for the second dropout of each block, and was not thrown back by the saved first one
-    numbers = torch.randint(100, (200,))
-    assert not torch.equal(numbers, expected)
+    assert torch.rand(1) == expected
+
+
+def test_random_numbers_are_those_of_the_host_and_of_the_device(monkeypatch):
+    devices = []
+    monkeypatch.setattr(selective_module, "_get_rng_state", lambda device: devices.append(device.type))
+    model = at.make_model()
+    offloader = apply_offload(
+        model, ON_DEVICE, SelectiveConfig(save_ops=("aten::native_dropout",)), runtime=slow_link()
+    )
+    record = RegionSaves(offloader.saves.blocks["layers.0"])
+    for output in (torch.ones(2, device="meta"), torch.ones(2)):
+        record._make_entry(offloader.saves.policy.rules[0], torch.ops.aten.native_dropout.default, output)
+    assert sorted(devices) == ["cpu", "cpu", "meta"]
 
 
 # Ops that are not plain
+
+
+def test_a_compiled_part_of_an_eager_block_stays_compiled():
+    num_calls = []
+
+    def backend(graph, inputs):
+        return lambda *args: (num_calls.append(1), graph(*args))[1]
+
+    class Block(at.AttentionBlock):
+        def forward(self, x, rope, mask=None):
+            return super().forward(x + scale(x.detach()), rope)
+
+    scale = torch.compile(lambda x: x * 2 + 1, backend=backend)
+    model = at.make_model(Block)
+    apply_offload(model, *selective("on the device"), runtime=slow_link())
+    backward(model)
+    assert len(num_calls) == 2 * toy.NUM_BLOCKS
 
 
 def test_flex_attention_is_an_op():
@@ -762,6 +984,35 @@ def test_registered_saves_win_over_the_blocks_own(router_saves):
     assert saved["the block's own selective checkpointing"][0] == toy.NUM_BLOCKS * (1 + 2)
 
 
+@pytest.mark.parametrize(
+    "decision, is_saved",
+    [
+        (True, True),
+        (CheckpointPolicy.MUST_SAVE, True),
+        (CheckpointPolicy.PREFER_SAVE, True),
+        (False, False),
+        (CheckpointPolicy.PREFER_RECOMPUTE, False),
+        (CheckpointPolicy.MUST_RECOMPUTE, False),
+    ],
+)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_decisions_of_the_blocks_own(is_compiled, decision, is_saved):
+    def policy(context, op, *args, **kwargs):
+        return decision if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    model = at.make_model()
+    for name, block in list(model.layers.items()):
+        model.layers[name] = checkpoint_wrapper(
+            block._checkpoint_wrapped_module, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+        )
+    model = compiled(model) if is_compiled else model
+    apply_offload(model, ON_DEVICE, SelectiveConfig(save_ops=("aten::tanh",)), runtime=slow_link())
+    before = at.num_ops_in_backward(at.make_model(), TOKENS)
+    after = at.num_ops_in_backward(model, TOKENS)
+    assert before["aten::mm"] - after["aten::mm"] == (4 * toy.NUM_BLOCKS if is_saved else 0)
+    assert "aten::tanh" not in after
+
+
 def test_context_fn_that_cannot_be_joined():
     model = at.make_model()
     contexts = contextlib.nullcontext(), contextlib.nullcontext()
@@ -802,6 +1053,72 @@ def test_deep_copy_runs_its_own_weights(router_saves):
     expected.load_state_dict(twin.state_dict())
     toy.assert_same_grads(backward(twin), backward(expected))
     toy.assert_same_grads(backward(model), backward(at.make_model(at.MoEBlock)))
+
+
+def test_classes_are_found_inside_the_wrappers_of_compile():
+    model = at.make_model()
+    for block in model.layers.values():
+        block._checkpoint_wrapped_module.feed_forward = torch.compile(
+            block._checkpoint_wrapped_module.feed_forward, backend="eager"
+        )
+    with at.removed_afterwards(register_preferred_save("aten::tanh", at.FeedForward)):
+        offloader = apply_offload(model, ON_DEVICE, runtime=slow_link())
+    assert {name for block in offloader.saves.blocks.values() for name in block.scopes} == {"feed_forward"}
+
+
+def test_threads_do_not_share_what_they_are_inside_of():
+    """Two forwards, the second of which takes place while the first is inside a module."""
+
+    class Block(at.AttentionBlock):
+        def forward(self, x, rope, mask=None):
+            return super().forward(x, rope) + self.feed_forward.w1(x).sum()
+
+    models = at.make_model(Block, num_blocks=1), at.make_model(Block, num_blocks=1)
+    config = SelectiveConfig(save_ops=(), save_modules=("attention",))
+    offloader = apply_offload(models[0], ON_DEVICE, config, runtime=slow_link())
+    offloader.attach(models[1])
+    wqs = [model.layers["0"]._checkpoint_wrapped_module.attention.wq for model in models]
+
+    def run_the_other(module, args):
+        if not at.in_backward():
+            thread = threading.Thread(target=backward, args=(models[1],))
+            thread.start()
+            thread.join()
+
+    wqs[0].register_forward_pre_hook(run_the_other)
+    inside = []
+    for wq in wqs:
+        wq.register_forward_hook(lambda *_: inside.append([run.scopes[:] for run in offloader.saves.passes()]))
+    backward(models[0])
+    assert inside == [[["attention"]]] * 4
+    toy.assert_same_grads(models[1], models[0])
+
+
+def test_module_that_never_began_leaves_the_scopes_as_they_were():
+    def fail(*args):
+        raise ZeroDivisionError
+
+    class Attention(at.Attention):
+        def __init__(self, dim):
+            super().__init__(dim)
+            self.failing = nn.Linear(dim, dim)
+            self.failing.register_forward_pre_hook(fail)
+
+        def forward(self, x):
+            with contextlib.suppress(ZeroDivisionError):
+                self.failing(x)
+            return super().forward(x)
+
+    class Block(at.AttentionBlock):
+        def __init__(self, dim=at.DIM):
+            super().__init__(dim)
+            self.attention = Attention(dim)
+
+    model = at.make_model(Block)
+    config = SelectiveConfig(save_ops=(), save_modules=("attention", "failing"))
+    offloader = apply_offload(model, ON_DEVICE, config, runtime=slow_link())
+    backward(model)
+    assert offloader.step_end().saved['save_modules "attention"'][0] == 4 * toy.NUM_BLOCKS
 
 
 def test_exception_that_a_block_catches_does_not_confuse_the_scopes():
@@ -869,6 +1186,41 @@ def test_no_warning_for_rules_that_work(caplog):
     assert ["save_matmul_min_k 16" in record.message for record in caplog.records] == [True]
 
 
+def test_no_warning_for_what_nobody_asked_for_by_name(caplog):
+    """A built-in save that the model has no op for; what is saved for correctness, or by the block's own policy, and is
+    never asked for, because recompute stops before."""
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.add.Tensor else CheckpointPolicy.PREFER_RECOMPUTE
+
+    model = at.make_model()
+    for name, block in list(model.layers.items()):
+        model.layers[name] = checkpoint_wrapper(
+            block._checkpoint_wrapped_module, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+        )
+    saves = (
+        register_builtin_save("aten::topk", at.Attention, reason="ties"),
+        register_mandatory_save("aten::addmm", "w2", reason="test"),
+    )
+    with at.removed_afterwards(*saves):
+        offloader = apply_offload(model, ON_DEVICE, runtime=slow_link())
+    with caplog.at_level(logging.WARNING):
+        train(model, 200)
+        saved = offloader.step_end().saved
+    assert saved["the block's own selective checkpointing"][0] > 0
+    assert saved["registered mandatory save aten::addmm in w2"][0] > 0
+    assert not caplog.records
+
+
+def test_an_output_that_was_asked_for_once_is_not_warned_of(caplog):
+    rule = SaveRule("rule", lambda op: True)
+    log = RuleLog([rule])
+    with caplog.at_level(logging.WARNING):
+        for i in range(NUM_REGIONS):
+            log.recompute_ended([SavedPlace(rule, "aten::mm", "wq", 0, 64, was_asked=i == 0)])
+    assert not caplog.records
+
+
 def test_warning_for_a_registered_save_that_does_nothing(caplog):
     with at.removed_afterwards(register_mandatory_save("aten::topk", reason="ties")):
         model = at.make_model()
@@ -915,6 +1267,28 @@ def test_no_checkpoint_no_saves():
         apply_offload(without_ac(at.make_model()), ON_DEVICE, SelectiveConfig(), runtime=slow_link())
 
 
+def test_registered_saves_ask_for_no_checkpoint(router_saves, caplog):
+    model = without_ac(at.make_model(at.MoEBlock))
+    offloader = apply_offload(model, ON_DEVICE, runtime=slow_link())
+    backward(model)
+    assert offloader.step_end().saved == {}
+    assert not caplog.records
+
+
+def test_nothing_to_do_is_no_error_whatever_the_model():
+    offloader = apply_offload(nn.Linear(2, 2), ON_DEVICE, runtime=slow_link())
+    assert offloader.step_end().saved == {}
+
+
+def test_keep_last_is_of_no_concern_where_nothing_moves():
+    config = OffloadConfig(mode="none", keep_last=toy.NUM_BLOCKS)
+    model = at.make_model()
+    apply_offload(model, config, SelectiveConfig(), runtime=slow_link())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    with pytest.raises(ValueError, match="keep_last = 6 leaves nothing to move"):
+        apply_offload(at.make_model(), config, SelectiveConfig(offload=True), runtime=slow_link())
+
+
 # Compiled blocks
 
 
@@ -931,6 +1305,7 @@ def compiled(model: toy.Model) -> toy.Model:
     [
         ({"save_modules": ("wo",)}, "aten::mm", toy.NUM_BLOCKS),
         ({"save_modules": ("layers.3.attention.wo",)}, "aten::mm", 1),
+        ({"save_modules": ("layers.3.attention.wo", "layers.4.feed_forward.w1")}, "aten::mm", 1),
         ({"save_ops": ("aten::mm",)}, "aten::mm", 4 * toy.NUM_BLOCKS),
         ({"save_matmul_min_k": 32}, "aten::mm", 4 * toy.NUM_BLOCKS),
     ],
@@ -951,6 +1326,7 @@ def test_compiled_blocks_of_different_types_do_not_share_a_policy():
     by_block: dict[int, str] = {}
 
     def layer_type_of(block):
+        assert type(block) is at.AttentionBlock
         return by_block.setdefault(id(block), next(types) if id(block) not in by_block else "")
 
     model = compiled(at.make_model())

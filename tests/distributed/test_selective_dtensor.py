@@ -1,5 +1,7 @@
 """Selective saves of DTensors, of what collectives return, and under FSDP2, on gloo."""
 
+import weakref
+
 import attention_toy as at
 import pytest
 import torch
@@ -11,7 +13,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from titan_offload import HostRuntime, OffloadConfig, SelectiveConfig, apply_offload, register_mandatory_save
+from titan_offload import (
+    HostRuntime,
+    OffloadConfig,
+    SelectiveConfig,
+    apply_offload,
+    register_mandatory_save,
+    register_preferred_save,
+)
+from titan_offload.selective import RegionSaves
 
 MOVE_ALL = OffloadConfig(min_offload_mib=0.0)
 NUM_BLOCKS = 4
@@ -91,6 +101,29 @@ def test_dtensors_are_saved_and_moved_as_local_tensors(on_gloo):
     on_gloo(check_dtensor)
 
 
+def check_memory_of_dtensors(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    outputs: list[weakref.ref] = []
+    keep = RegionSaves._keep
+
+    def spy(self, output, is_mandatory):
+        outputs.append(weakref.ref(output._local_tensor.untyped_storage()))
+        return keep(self, output, is_mandatory)
+
+    RegionSaves._keep = spy  # of this process
+    model = dtensor_model(mesh)
+    config = OffloadConfig(mode="none", min_offload_mib=0.0, schedule="sync")
+    selective = SelectiveConfig(save_ops=(), save_modules=("w1",), offload=True)
+    apply_offload(model, config, selective, runtime=HostRuntime())
+    loss = run_dtensor(model, mesh)
+    assert [ref() is not None for ref in outputs] == [False] * (NUM_BLOCKS - 1) + [True]
+    loss.backward()
+
+
+def test_moved_dtensors_leave_the_device(on_gloo):
+    on_gloo(check_memory_of_dtensors)
+
+
 def check_edited_dtensor(rank):
     mesh = init_device_mesh("cpu", (2,))
     for offloads in (False, True):
@@ -168,6 +201,35 @@ def check_dispatch(rank):
 def test_exchange_whose_sizes_differ_in_recompute(on_gloo):
     """F47."""
     on_gloo(check_dispatch)
+
+
+class LastOp(at.CountOps):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.name = func.name()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def check_waits(rank):
+    collective, wait = "_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor"
+    keep = RegionSaves._keep
+    for register, offloads, last in (
+        (register_mandatory_save, False, wait),
+        (register_preferred_save, True, wait),
+        (register_preferred_save, False, collective),  # what is only kept is waited for where it is used
+    ):
+        with at.removed_afterwards(register(collective, "dispatch", reason="test")):
+            model = at.make_model(DispatchBlock, num_blocks=NUM_BLOCKS)
+            config = SelectiveConfig(save_ops=(), offload=offloads)
+            apply_offload(model, MOVE_ALL, config, runtime=slow_link())
+        seen = []
+        with LastOp() as op:
+            RegionSaves._keep = lambda *args, op=op, seen=seen: (seen.append(op.name), keep(*args))[1]
+            model.loss(toy.make_tokens(seed=rank))
+        assert seen == [last] * 3 * NUM_BLOCKS
+
+
+def test_what_is_cloned_or_moved_is_waited_for(on_gloo):
+    on_gloo(check_waits)
 
 
 # FSDP2

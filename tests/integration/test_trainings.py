@@ -91,6 +91,7 @@ def saving(moves: str, **keys: object) -> str:
 # name of the row -> its flags (None: as in ROWS), and runs: name -> flags, how often each rule saves in a step, and
 # number of tensors of rank 0 that move in a step
 ATTENTION, WO, MIN_K = 'save_ops "attention"', 'save_modules "wo"', "save_matmul_min_k 256"
+SPLIT_BACKWARD = "llama3 PP, split backward"
 LLAMA3_ALL = saving(MOVE, save_modules="wo", save_matmul_min_k=256, offload=True)
 SAVES = {
     "llama3 FSDP2": (  # six blocks of seven linears; attention has two outputs; the last block keeps all
@@ -117,6 +118,17 @@ SAVES = {
     "llama3 PP 1F1B": (  # three blocks a rank, four microbatches
         None,
         {"all": (LLAMA3_ALL, {ATTENTION: 12, WO: 12, MIN_K: 12 * 6}, 8 * (1 + 2 + 7))},
+    ),
+    SPLIT_BACKWARD: (  # three blocks a rank, four microbatches; a region is recomputed several times
+        f"{LLAMA3} --parallelism.pipeline_parallel_degree 2 --parallelism.data_parallel_shard_degree 1 "
+        "--parallelism.pipeline_parallel_schedule InterleavedZeroBubble",
+        {
+            "all": (
+                saving(f"{MOVE} --activation_offload.keep_last 0", save_modules="wo", offload=True),
+                {ATTENTION: 12, WO: 12},
+                12 * (1 + 2 + 1),
+            )
+        },
     ),
     "deepseek_v3 FSDP2": (
         None,
@@ -282,7 +294,8 @@ def test_what_is_saved_and_moved(results, name, variant):
         assert (last["pinned_in_use_bytes"], last["num_slabs_made"]) == (0, 0)
     last = results[name][variant][0]["report"]["last_step"]
     assert last["num_offloads"] == num_moved
-    assert last["num_misses"] == 0
+    # Prefetch follows the order of regions; a part of a backward that comes later finds them gone.
+    assert (last["num_misses"] == 0) == (name != SPLIT_BACKWARD)
 
 
 @pytest.mark.parametrize("name", REGISTERED)
