@@ -66,6 +66,20 @@ RECORD = [
         f"{S}in_place_edit_of_what_took_the_place_of_a_freed_output_is_none_of_the_output",
     ),
     (
+        "outputs without a storage have no edits to watch",
+        "selective",
+        "if not isinstance(output, torch.Tensor) or output.layout is not torch.strided:",
+        "if not isinstance(output, torch.Tensor):",
+        f"{S}sparse_outputs_of_other_ops_are_let_be",
+    ),
+    (
+        "outputs that are no tensors have no edits to watch",
+        "selective",
+        "if not isinstance(output, torch.Tensor) or output.layout is not torch.strided:",
+        "if output.layout is not torch.strided:",
+        f"{S}outputs_that_are_no_tensors",
+    ),
+    (
         "a witness holds no memory",
         "selective",
         "        witness.data = output.new_empty(0)\n",
@@ -953,6 +967,13 @@ SCOPES = [
         "apply",
         "            self.saves.unfollow_modules()\n",
         "            pass\n",
+        REMOVE,
+    ),
+    (
+        "remove takes the hooks of routers away",
+        "selective",
+        "                    self._hooks += self.saves.routing.install(",
+        "                    self.saves.routing.install(",
         REMOVE,
     ),
     (

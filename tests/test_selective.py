@@ -908,6 +908,17 @@ def test_flex_attention_is_an_op():
     toy.assert_same_grads(model, backward(at.make_model(Block)))
 
 
+def test_sparse_outputs_of_other_ops_are_let_be():
+    class Block(at.AttentionBlock):
+        def forward(self, x, rope, mask=None):
+            x = super().forward(x, rope)
+            return x + torch.sparse.mm(x.detach().flatten(0, 1).to_sparse(), torch.ones(at.DIM, 1)).sum()
+
+    model = at.make_model(Block)
+    apply_offload(model, *selective("on the device"), runtime=slow_link())
+    toy.assert_same_grads(backward(model), backward(at.make_model(Block)))
+
+
 def test_outputs_that_are_no_tensors():
     class Block(at.AttentionBlock):
         def forward(self, x, rope, mask=None):
@@ -1029,7 +1040,8 @@ def test_model_looks_the_same_and_is_as_before_after_remove(router_saves):
     model = at.make_model(at.MoEBlock)
     names, keys = [name for name, _ in model.named_modules()], list(model.state_dict())
     checkpoint_fns = [block.checkpoint_fn for block in model.layers.values()]
-    offloader = apply_offload(model, *selective("moved, inputs too", save_modules=("wo",)), runtime=slow_link())
+    config = selective("moved, inputs too", save_modules=("wo",), check_routing=True)
+    offloader = apply_offload(model, *config, runtime=slow_link())
     assert [name for name, _ in model.named_modules()] == names
     assert list(model.state_dict()) == keys
     loss = model.loss(TOKENS)
