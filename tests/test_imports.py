@@ -27,9 +27,10 @@ MAY_IMPORT = {
     "rule_log": {"config", "save_policy"},
     "savable_op": {"save_policy", "saved_tensor"},
     "routing": {"saved_tensor"},
+    "saved_output": {"saved_tensor", "tape"},
     "selective": {
         *("config", "saved_tensor", "stats", "tape", "engine"),
-        *("save_registry", "save_policy", "rule_log", "routing"),
+        *("save_registry", "save_policy", "saved_output", "rule_log", "routing"),
     },
     "apply": {
         *("config", "runtime", "host_runtime", "pool", "saved_tensor", "stats", "tape"),

@@ -22,6 +22,8 @@ from titan_offload import (
     apply_offload,
     register_mandatory_save,
     register_preferred_save,
+    save_policy,
+    saved_output,
 )
 from titan_offload import selective as selective_module
 from titan_offload.rule_log import NUM_REGIONS, RuleLog, SavedPlace
@@ -391,13 +393,13 @@ def test_bytes_of_attention():
 def test_device_holds_nothing_beyond_keep_last_and_stash(keep_last, monkeypatch):
     """Storages of attention's outputs that are alive after forward."""
     outputs: list[weakref.ref] = []
-    keep = RegionSaves._keep
+    keep = selective_module.keep
 
-    def spy(self, output, is_mandatory):
+    def spy(output, *args):
         outputs.append(weakref.ref(output.untyped_storage()))
-        return keep(self, output, is_mandatory)
+        return keep(output, *args)
 
-    monkeypatch.setattr(RegionSaves, "_keep", spy)
+    monkeypatch.setattr(selective_module, "keep", spy)
     model = at.make_model()
     config = OffloadConfig(mode="none", min_offload_mib=0.0, keep_last=keep_last, max_inflight_offloads=1)
     offloader = apply_offload(model, config, SelectiveConfig(offload=True), runtime=slow_link())
@@ -858,7 +860,7 @@ def test_random_numbers_are_let_be_where_checkpoint_does_not_preserve_them():
 
 def test_random_numbers_are_those_of_the_host_and_of_the_device(monkeypatch):
     devices = []
-    monkeypatch.setattr(selective_module, "_get_rng_state", lambda device: devices.append(device.type))
+    monkeypatch.setattr(saved_output, "_get_rng_state", lambda device: devices.append(device.type))
     model = at.make_model()
     offloader = apply_offload(
         model, ON_DEVICE, SelectiveConfig(save_ops=("aten::native_dropout",)), runtime=slow_link()
@@ -1332,21 +1334,16 @@ def test_compiled_blocks(options, op, num_gone, offload):
     toy.assert_same_grads(model, backward(compiled(at.make_model())))
 
 
-def test_compiled_blocks_of_different_types_do_not_share_a_policy():
+def test_compiled_blocks_of_different_types_do_not_share_a_policy(monkeypatch):
     """The compiler would reuse what it made of the first block for all that look like it."""
-    types = iter(("sliding_attention", "full_attention") * 3)
-    by_block: dict[int, str] = {}
-
-    def layer_type_of(block):
-        assert type(block) is at.AttentionBlock
-        return by_block.setdefault(id(block), next(types) if id(block) not in by_block else "")
-
+    monkeypatch.setattr(save_policy, "ATTENTION_OPS", {"aten::tanh"})  # the partitioner saves attention by itself
+    before = at.num_ops_in_backward(compiled(at.make_model()), TOKENS)
     model = compiled(at.make_model())
-    offloader = apply_offload(model, ON_DEVICE, SelectiveConfig(), runtime=slow_link(), layer_type_of=layer_type_of)
-    backward(model)
-    assert offloader.step_end().saved['save_ops "attention"'][0] > 0
-    kinds = {block.compiled_context_fn().args for block in offloader.saves.blocks.values()}
-    assert len(kinds) == 2
+    for i, block in enumerate(model.layers.values()):
+        block._orig_mod._checkpoint_wrapped_module.attention_type = ("sliding_attention", "full_attention")[i % 2]
+    apply_offload(model, ON_DEVICE, SelectiveConfig(), runtime=slow_link())
+    after = at.num_ops_in_backward(model, TOKENS)
+    assert (before["aten::tanh"], after["aten::tanh"]) == (toy.NUM_BLOCKS, toy.NUM_BLOCKS // 2)
 
 
 @pytest.mark.parametrize("key", ["offload", "check_routing"])

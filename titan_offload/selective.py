@@ -14,12 +14,12 @@ torch's own selective checkpointing is not used in eager mode: it allows one rec
 and counts every op. A block that is compiled as a whole uses it, with the same policy: there the compiler traces both
 passes together, and none of this exists when the block runs.
 
-In-place edits. Mandatory outputs are cloned twice, for the record and for each recompute, so no edit reaches the saved
-copy. An edit of any other saved output is an error in backward, always: also if the copy to the host was faster.
+In-place edits of what was saved: see `saved_output`. They are errors in backward, always, also if the copy to the host
+was faster; except those of mandatory outputs, which are cloned.
 
 Random numbers. An op that draws some and is not run again leaves the generator as if it had.
 
-Price: two to three microseconds of the host for each op of a region, in forward and in recompute.
+Price: about four microseconds of the host for each op of a region, in forward and in recompute, as torch's own.
 """
 
 import contextlib
@@ -34,7 +34,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx.traceback
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
@@ -46,9 +45,10 @@ from titan_offload.routing import RoutingCheck
 from titan_offload.rule_log import RuleLog, SavedPlace
 from titan_offload.save_policy import AnyOp, Call, SavePolicy, SaveRule, draws_random_numbers, matches_module
 from titan_offload.save_registry import packet_name, registered_saves
-from titan_offload.saved_tensor import local_tensor, storage_id, version_of
+from titan_offload.saved_output import SavedOutput, Watched, keep, rng_states, set_rng_states
+from titan_offload.saved_tensor import local_tensor
 from titan_offload.stats import SaveList
-from titan_offload.tape import DEAD, Handle, Region
+from titan_offload.tape import Region
 
 ContextFn = Callable[[], tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]]
 TorchPolicy = Callable[..., CheckpointPolicy | bool]
@@ -223,21 +223,8 @@ class BlockSaves:
 
 
 @dataclass(eq=False, slots=True)
-class _SavedTensor:
-    """One output of a call. Either ``tensor`` (it stays where it is) or ``handle`` (the engine's) is set.
-
-    ``witnesses`` are tensors that count the edits of the output, each with its version when it was saved. None if the
-    output was cloned; more than one if an op handed its memory on as if it were new.
-    """
-
-    tensor: torch.Tensor | None = None
-    handle: Handle | None = None
-    witnesses: list[tuple[torch.Tensor, tuple[int, ...]]] = field(default_factory=list)
-
-
-@dataclass(eq=False, slots=True)
 class _Entry:
-    """What one call returned: ``outputs`` has a `_SavedTensor` in place of each tensor."""
+    """What one call returned: ``outputs`` has a `SavedOutput` in place of each tensor."""
 
     outputs: object
     rule: SaveRule
@@ -252,17 +239,16 @@ class RegionSaves:
         self.block = block
         self.region = block.region
         self.engine = block.saves.engine if block.saves.offloads and block.region is not None else None
+        self._save_on_host = None if self.engine is None else functools.partial(self.engine.save, self.region)
         self.base_policy = block.base_policy()
         self.num_calls: Counter[Key] = Counter()
         self.entries: dict[tuple[Key, int], _Entry] = {}
         self.ops: set[AnyOp] = set()  # those with an entry
-        # Outputs that were not cloned, by storage identity; the weak reference tells whether it is the same storage.
-        self._uncloned: dict[int, tuple[weakref.ref[torch.UntypedStorage], _SavedTensor]] = {}
+        self._watched = Watched()
 
     def save(self, run: "_Pass", op: AnyOp, args: tuple, kwargs: dict, outputs: object) -> None:
         """``op`` ran in forward."""
-        if self._uncloned:
-            self._watch_aliases(outputs)
+        self._watched.op_returned(outputs)
         if self.base_policy is None and not self.block.saves.policy.candidates(op):
             return
         rule = self.block.rule_for(op, args, kwargs, run.scopes)
@@ -280,42 +266,21 @@ class RegionSaves:
             # The collective may still be writing. What reads it here must wait, as its later users will.
             outputs = tree_map_only(torch.Tensor, torch.ops._c10d_functional.wait_tensor, outputs)
         entry = _Entry(None, rule, 0)
-        devices = {torch.device("cpu")}  # even an op of the device may draw its seed there
+        devices = set()
 
-        def keep(output: torch.Tensor) -> _SavedTensor:
+        def keep_one(output: torch.Tensor) -> SavedOutput:
             entry.num_bytes += local_tensor(output).nbytes
             devices.add(output.device)
-            return self._keep(output, rule.is_mandatory)
+            saved = keep(output, rule.is_mandatory, self._save_on_host)
+            if not saved.is_cloned:
+                self._watched.add(output, saved)
+            return saved
 
-        entry.outputs = tree_map_only(torch.Tensor, keep, outputs)
+        entry.outputs = tree_map_only(torch.Tensor, keep_one, outputs)
         if draws_random_numbers(op) and self.block.preserves_rng_state:
-            entry.rng_states = [(device, _get_rng_state(device)) for device in devices]
+            entry.rng_states = rng_states(devices)
         self.block.saves.log.saved(rule, entry.num_bytes)
         return entry
-
-    def _keep(self, output: torch.Tensor, is_mandatory: bool) -> _SavedTensor:
-        if is_mandatory:
-            output = output.clone()
-        with _shared_version_counters():
-            if self.engine is None:
-                saved = _SavedTensor(tensor=output.detach())
-            else:
-                saved = _SavedTensor(handle=self.engine.save(self.region, output))
-            if not is_mandatory:
-                saved.witnesses.append(_witness(output))
-                self._uncloned[storage_id(output)] = weakref.ref(local_tensor(output).untyped_storage()), saved
-        return saved
-
-    def _watch_aliases(self, outputs: object) -> None:
-        """A linear on a batch of sequences ends in ``_unsafe_view``, whose result has the memory of the matmul's output
-        but a version counter of its own: edits of it count as well."""
-        for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
-            if not isinstance(output, torch.Tensor) or output.layout is not torch.strided:
-                continue
-            storage, saved = self._uncloned.get(storage_id(output), (DEAD, None))
-            if storage() is not None and storage() is local_tensor(output).untyped_storage():
-                with _shared_version_counters():
-                    saved.witnesses.append(_witness(output))
 
     def recall(self, run: "_Pass", op: AnyOp, args: tuple) -> _Entry | None:
         """The entry of forward's counterpart of this call; None: the op is to be run."""
@@ -329,21 +294,16 @@ class RegionSaves:
 
     def outputs_of(self, entry: _Entry, op: AnyOp) -> object:
         """What the call returned, as new tensors."""
-        for device, state in entry.rng_states:
-            _set_rng_state(device, state)
-        return tree_map_only(_SavedTensor, lambda saved: self._take(saved, entry.rule, op), entry.outputs)
+        set_rng_states(entry.rng_states)
+        return tree_map_only(SavedOutput, lambda saved: self._take(saved, entry.rule, op), entry.outputs)
 
-    def _take(self, saved: _SavedTensor, rule: SaveRule, op: AnyOp) -> torch.Tensor:
-        if any(version_of(witness) != version for witness, version in saved.witnesses):
+    def _take(self, saved: SavedOutput, rule: SaveRule, op: AnyOp) -> torch.Tensor:
+        if saved.is_edited():
             raise RuntimeError(
                 f"an output of {packet_name(op)} that {rule.name} saved in {self.block.fqn} was modified by an "
                 "in-place operation afterwards. Take the op out of that rule, or keep a clone: register_mandatory_save"
             )
-        tensor = saved.tensor if saved.handle is None else self.engine.unpack(saved.handle)
-        if rule.is_mandatory:
-            return tensor.clone()
-        with _shared_version_counters():
-            return tensor.detach()  # autograd will give the tensor that it gets a history
+        return saved.take(self.block.saves.engine.unpack)
 
     def _text_of_mismatch(self, key: Key, index: int) -> str:
         op, module, shapes = key
@@ -491,34 +451,5 @@ def _modules_being_traced() -> list[str]:
     return [re.sub(r"^\W+", "", path) for path in paths]  # L['self']..._checkpoint_wrapped_module'].attention.wq
 
 
-# Tensors
-
-
-def _shared_version_counters() -> contextlib.AbstractContextManager:
-    """A dispatch mode runs below the layer that makes an alias share the version counter: this switches it on again."""
-    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
-
-
-def _witness(output: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """An alias that counts the in-place edits of ``output`` but does not hold its memory, and the count so far."""
-    witness = output.detach()
-    if isinstance(witness, DTensor):
-        witness._local_tensor = witness._local_tensor.new_empty(0)  # edits of a DTensor count on the outside
-    elif type(witness) is torch.Tensor:
-        witness.data = output.new_empty(0)
-    return witness, version_of(witness)
-
-
 def _says_save(decision: CheckpointPolicy | bool) -> bool:
     return decision in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-
-
-def _get_rng_state(device: torch.device) -> torch.Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-
-
-def _set_rng_state(device: torch.device, state: torch.Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)

@@ -21,7 +21,7 @@ from titan_offload import (
     register_mandatory_save,
     register_preferred_save,
 )
-from titan_offload.selective import RegionSaves
+from titan_offload import selective as selective_module
 
 MOVE_ALL = OffloadConfig(min_offload_mib=0.0)
 NUM_BLOCKS = 4
@@ -104,13 +104,13 @@ def test_dtensors_are_saved_and_moved_as_local_tensors(on_gloo):
 def check_memory_of_dtensors(rank):
     mesh = init_device_mesh("cpu", (2,))
     outputs: list[weakref.ref] = []
-    keep = RegionSaves._keep
+    keep = selective_module.keep
 
-    def spy(self, output, is_mandatory):
+    def spy(output, *args):
         outputs.append(weakref.ref(output._local_tensor.untyped_storage()))
-        return keep(self, output, is_mandatory)
+        return keep(output, *args)
 
-    RegionSaves._keep = spy  # of this process
+    selective_module.keep = spy  # of this process
     model = dtensor_model(mesh)
     config = OffloadConfig(mode="none", min_offload_mib=0.0, schedule="sync")
     selective = SelectiveConfig(save_ops=(), save_modules=("w1",), offload=True)
@@ -211,7 +211,7 @@ class LastOp(at.CountOps):
 
 def check_waits(rank):
     collective, wait = "_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor"
-    keep = RegionSaves._keep
+    keep = selective_module.keep
     for register, offloads, last in (
         (register_mandatory_save, False, wait),
         (register_preferred_save, True, wait),
@@ -223,7 +223,7 @@ def check_waits(rank):
             apply_offload(model, MOVE_ALL, config, runtime=slow_link())
         seen = []
         with LastOp() as op:
-            RegionSaves._keep = lambda *args, op=op, seen=seen: (seen.append(op.name), keep(*args))[1]
+            selective_module.keep = lambda *args, op=op, seen=seen: (seen.append(op.name), keep(*args))[1]
             model.loss(toy.make_tokens(seed=rank))
         assert seen == [last] * 3 * NUM_BLOCKS
 
