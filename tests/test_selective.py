@@ -1341,9 +1341,15 @@ def test_compiled_blocks_of_different_types_do_not_share_a_policy(monkeypatch):
     model = compiled(at.make_model())
     for i, block in enumerate(model.layers.values()):
         block._orig_mod._checkpoint_wrapped_module.attention_type = ("sliding_attention", "full_attention")[i % 2]
-    apply_offload(model, ON_DEVICE, SelectiveConfig(), runtime=slow_link())
+
+    def layer_type_of(block):
+        assert type(block) is at.AttentionBlock
+        return block.attention_type
+
+    offloader = apply_offload(model, ON_DEVICE, SelectiveConfig(), runtime=slow_link(), layer_type_of=layer_type_of)
     after = at.num_ops_in_backward(model, TOKENS)
     assert (before["aten::tanh"], after["aten::tanh"]) == (toy.NUM_BLOCKS, toy.NUM_BLOCKS // 2)
+    assert offloader.step_end().saved['save_ops "attention"'][0] > 0
 
 
 @pytest.mark.parametrize("key", ["offload", "check_routing"])
