@@ -60,14 +60,14 @@ RECORD = [
     ),
     (
         "outputs without a storage have no edits to watch",
-        "selective",
+        "saved_output",
         "if not isinstance(output, torch.Tensor) or output.layout is not torch.strided:",
         "if not isinstance(output, torch.Tensor):",
         f"{S}sparse_outputs_of_other_ops_are_let_be",
     ),
     (
         "outputs that are no tensors have no edits to watch",
-        "selective",
+        "saved_output",
         "if not isinstance(output, torch.Tensor) or output.layout is not torch.strided:",
         "if output.layout is not torch.strided:",
         f"{S}outputs_that_are_no_tensors",
