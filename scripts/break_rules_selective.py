@@ -864,22 +864,29 @@ REGISTRY = [
     (
         "registered saves ask for no checkpoint",
         "apply",
-        "        if not found and not moves and self.selective is None:\n",
+        "        if not found and not is_asked:\n",
         "        if False:\n",
         f"{S}registered_saves_ask_for_no_checkpoint",
     ),
     (
         "selective config asks for a checkpoint",
         "apply",
-        "        if not found and not moves and self.selective is None:\n",
-        "        if not found and not moves:\n",
+        "is_asked = moves or self.selective is not None",
+        "is_asked = moves",
         f"{S}no_checkpoint_no_saves",
     ),
     (
         "nothing to do, nothing done",
         "apply",
-        "        if not moves and not self.saves.policy.rules:\n            return\n",
+        "        if not is_asked and not self.saves.policy.rules:\n            return\n",
         "",
+        f"{S}nothing_to_do_is_no_error_whatever_the_model",
+    ),
+    (
+        "registered saves ask for no blocks",
+        "apply",
+        "find_blocks(model, blocks) if is_asked else _matching_blocks(model, blocks)",
+        "find_blocks(model, blocks)",
         f"{S}nothing_to_do_is_no_error_whatever_the_model",
     ),
     (

@@ -156,6 +156,19 @@ def test_without_offload_any_checkpointing_goes():
     converter.post_optimizer_hook([model])
 
 
+def test_without_offload_any_model_goes():
+    """One without layers, or whose args have no ``dim``: what is registered has nothing to be saved in."""
+
+    class Other(torch.nn.Module):
+        model_args = object()
+
+    converter = make_converter("--activation_offload.mode", "none")
+    model = Other()
+    converter.convert(model)
+    assert model.train().training
+    converter.post_optimizer_hook([model])
+
+
 def test_section_is_missing():
     with pytest.raises(ValueError, match=r"custom_config_module = \"titan_offload.titan.job_config\""):
         OffloadConverter(JobConfig(), None)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.attention.varlen  # registers its op
 from torch import nn
 
-from titan_offload import SelectiveConfig, register_mandatory_save, register_preferred_save
+from titan_offload import SelectiveConfig, register_mandatory_save, register_preferred_save, save_registry
 from titan_offload.save_policy import (
     ATTENTION_OPS,
     MATMULS,
@@ -25,6 +25,12 @@ from titan_offload.save_registry import (
 )
 
 aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    """Other tests import what registers saves of TorchTitan's models."""
+    monkeypatch.setattr(save_registry, "_registered", [])
 
 
 def call(op, *args, scope=(), layer_type=None, **kwargs):

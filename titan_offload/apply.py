@@ -130,11 +130,13 @@ class Offloader:
     def attach(self, model: nn.Module, *, blocks: str = "layers.*") -> None:
         """Adds a model part. See `apply_offload` for arguments and errors."""
         moves = self.engine.config.mode != "none" or self.saves.offloads
-        if not moves and not self.saves.policy.rules:
+        is_asked = moves or self.selective is not None
+        if not is_asked and not self.saves.policy.rules:
             return
-        wrappers = {fqn: _checkpoint_of(block, fqn) for fqn, block in find_blocks(model, blocks).items()}
-        found = {fqn: block for fqn, block in find_blocks(model, blocks).items() if wrappers[fqn]}
-        if not found and not moves and self.selective is None:
+        matching = find_blocks(model, blocks) if is_asked else _matching_blocks(model, blocks)
+        wrappers = {fqn: _checkpoint_of(block, fqn) for fqn, block in matching.items()}
+        found = {fqn: block for fqn, block in matching.items() if wrappers[fqn]}
+        if not found and not is_asked:
             return  # registered saves have no region to be in
         _check_blocks(found, blocks, self.engine.config.keep_last if moves else 0)
         block_saves = {fqn: self._make_saves(fqn, block, wrappers[fqn]) for fqn, block in found.items()}
@@ -249,19 +251,23 @@ def find_blocks(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     Raises:
         ValueError: nothing matches.
     """
-    found: dict[str, nn.Module] = {}
-    names = []
-    for name, module in model.named_modules():
-        fqn = clean_fqn(name)
-        names.append(fqn)
-        if fqn and fqn not in found and _matches(fqn, pattern):
-            found[fqn] = module
+    found = _matching_blocks(model, pattern)
     if not found:
+        names = [clean_fqn(name) for name, _ in model.named_modules()]
         containers = sorted({f"{fqn.rsplit('.', 1)[0]}.*" for fqn in names if fqn.rsplit(".", 1)[-1].isdigit()})
         raise ValueError(
             f"blocks = {pattern!r} matches no module of {type(model).__name__}; set it to a glob on module names, such "
             f"as {', '.join(containers) or ', '.join(name for name in names[1:6])}"
         )
+    return found
+
+
+def _matching_blocks(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        fqn = clean_fqn(name)
+        if fqn and fqn not in found and _matches(fqn, pattern):
+            found[fqn] = module
     return found
 
 

@@ -41,6 +41,7 @@ class OffloadConverter(ModelConverter):
         self._parallel_dims = parallel_dims
         self._offloader: Offloader | None = None
         self._attached: list[nn.Module] = []
+        self._block_input_bytes = 0
         self._trainer: Stateful | None = None
         self._logger: OffloadLogger | None = None
         if self.config.mode != "none":
@@ -54,8 +55,8 @@ class OffloadConverter(ModelConverter):
             check_keep_last(self.config.keep_last, len(find_blocks(model, "layers.*")))
         if self.selective is not None:
             check_selective(model, self.selective, layer_type_of=layer_type)
-        self._block_input_bytes = self._expected_block_input_bytes(model.model_args.dim)
         if self.config.mode != "none":
+            self._block_input_bytes = self._expected_block_input_bytes(model.model_args.dim)
             self._check_budget()
         self._trainer = _calling_trainer()
         model.__class__ = _class_that_attaches(type(model), self)

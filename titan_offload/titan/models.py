@@ -10,6 +10,7 @@ it gives the same tokens, and it is as large as ``top_k`` block inputs.
 from torch import nn
 from torchtitan.models.moe.moe import MoE, TokenChoiceTopKRouter
 
+from titan_offload.apply import layer_type_attribute
 from titan_offload.save_registry import register_builtin_save
 
 _ROUTER = "recomputed scores or near ties would send tokens to other experts"
@@ -36,10 +37,10 @@ def register_builtin_saves() -> None:
 
 
 def layer_type(block: nn.Module) -> str | None:
-    """The attention type of a block of TorchTitan's models; None: all blocks of the model are alike."""
+    """The attention type of a block of TorchTitan's models, or as a block of another model says; None: not known."""
     if hasattr(block, "use_sliding_attention"):  # gpt_oss
         return "sliding_attention" if block.use_sliding_attention else "full_attention"
     attention = getattr(block, "attention", None)
     if hasattr(attention, "use_rope"):  # llama4: with FlexAttention, blocks with rotary embeddings look at one chunk
         return "chunked_attention" if attention.attn_type == "flex" and attention.use_rope else "full_attention"
-    return None
+    return layer_type_attribute(block)
