@@ -365,5 +365,5 @@ def test_section_without_its_converter_is_warned_of(caplog):
     config.model.converters.append("titan_offload")
     train.warn_if_converter_is_missing(config)
     assert [record.message for record in caplog.records] == [
-        '[activation_offload] has no effect: add "titan_offload" to model.converters'
+        '[activation_offload] and [selective_checkpoint] have no effect: add "titan_offload" to model.converters'
     ]

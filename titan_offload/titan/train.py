@@ -233,7 +233,9 @@ class OffloadTrainer(torchtitan.train.Trainer):
 def warn_if_converter_is_missing(job_config: JobConfig) -> None:
     """The sections are known to the config parser whether or not the converter that reads them is named."""
     if hasattr(job_config, "activation_offload") and "titan_offload" not in job_config.model.converters:
-        logger.warning('[activation_offload] has no effect: add "titan_offload" to model.converters')
+        logger.warning(
+            '[activation_offload] and [selective_checkpoint] have no effect: add "titan_offload" to model.converters'
+        )
 
 
 def refuse_unknown_flavor(job_config: JobConfig) -> None:
