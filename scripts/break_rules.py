@@ -703,8 +703,8 @@ HOOKS = [
     rule(
         "blocks that are not checkpointed are left alone",
         "apply",
-        "    if not isinstance(wrapper, CheckpointWrapper):\n        return None\n",
-        "",
+        "    return wrapper if isinstance(wrapper, CheckpointWrapper) else None\n",
+        "    return wrapper\n",
         f"{A}only_the_checkpointed_blocks_are_taken",
         f"{A}what_is_refused_leaves_the_model_as_it_was",
     ),

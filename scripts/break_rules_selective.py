@@ -54,7 +54,7 @@ RECORD = [
     (
         "what took the place of a freed output is not the output",
         "saved_output",
-        "if storage() is not None and storage() is local_tensor(output).untyped_storage():",
+        "if storage() is not None and storage() is storage_of(output):",
         "if saved is not None:",
         f"{S}in_place_edit_of_what_took_the_place_of_a_freed_output_is_none_of_the_output",
     ),
@@ -96,7 +96,7 @@ RECORD = [
     (
         "bytes are those of the local tensor",
         "selective",
-        "entry.num_bytes += local_tensor(output).nbytes",
+        "entry.num_bytes += num_bytes_of(output)",
         "entry.num_bytes += output.nbytes",
         f"{X}dtensors_are_saved_and_moved_as_local_tensors",
     ),
@@ -124,8 +124,8 @@ RECORD = [
     (
         "each recompute starts from the first entry",
         "selective",
-        "self._passes.append(_Pass(self.record, self._is_recompute))",
-        'self._passes.append(self.__dict__.setdefault("only", _Pass(self.record, self._is_recompute)))',
+        "self._passes.append(_Pass(self.record, self._is_recompute, scopes))",
+        'self._passes.append(self.__dict__.setdefault("only", _Pass(self.record, self._is_recompute, scopes)))',
         f"{S}second_backward_over_a_retained_graph[on the device]",
         f"{S}split_backward_recomputes_a_region_several_times[on the device]",
     ),
@@ -458,7 +458,7 @@ POLICY = [
     (
         "window (left, right)",
         "save_policy",
-        "left = window[0] if isinstance(window, Sequence) and window else window",
+        "left = next(iter(window), None) if isinstance(window, Sequence) else window",
         "left = window",
         f"{WINDOWS}[made4-False]",
     ),
@@ -993,9 +993,44 @@ SCOPES = [
     (
         "classes are found inside the wrapper of compile",
         "selective",
-        'isinstance(getattr(module, "_orig_mod", module), rule.module)',
-        "isinstance(module, rule.module)",
+        'in ("_orig_mod", "_checkpoint_wrapped_module"):',
+        'in ("_checkpoint_wrapped_module",):',
         f"{S}classes_are_found_inside_the_wrappers_of_compile",
+    ),
+    (
+        "the class of a block is found inside its checkpoint wrapper",
+        "selective",
+        'in ("_orig_mod", "_checkpoint_wrapped_module"):',
+        'in ("_orig_mod",):',
+        f"{S}a_registered_save_may_be_of_the_class_of_a_block[False]",
+    ),
+    (
+        "ops of a block run inside it",
+        "selective",
+        "scopes = [BLOCK] if BLOCK in self.record.block.scopes else []",
+        "scopes = []",
+        f"{S}a_rule_may_be_of_a_whole_block",
+    ),
+    (
+        "reentrant checkpoints are refused where something is saved",
+        "apply",
+        "        _check_not_reentrant(fqn, wrapper)\n        keywords",
+        "        keywords",
+        f"{S}reentrant_checkpoints_are_refused_where_something_is_saved",
+    ),
+    (
+        "sparse outputs are saved too",
+        "saved_tensor",
+        "tensor.nbytes if tensor.layout is torch.strided else 0",
+        "tensor.nbytes",
+        f"{S}sparse_outputs_are_saved_where_they_are[on the device]",
+    ),
+    (
+        "sparse outputs have no storage to watch",
+        "saved_output",
+        "        if output.layout is torch.strided:\n            self._saved",
+        "        if True:\n            self._saved",
+        f"{S}sparse_outputs_are_saved_where_they_are[on the device]",
     ),
 ]
 

@@ -224,6 +224,12 @@ def test_unused_branch_is_released():
 
 def test_300_steps_leave_nothing_behind():
     """F23: with branches that never run backward, live handles and slabs stay flat."""
+
+    def num_alive():
+        return sum(type(o).__name__ in ("Payload", "Tape", "Region", "Handle") for o in gc.get_objects())
+
+    gc.collect()
+    before = num_alive()  # of tests that raised
     model = toy.make_model(num_blocks=3)
     offloader = toy.offload(model, runtime=HostRuntime(**FAST))
     model.call = lambda block, h, rope: (block(h * 2, rope), block(h, rope))[1]
@@ -235,7 +241,7 @@ def test_300_steps_leave_nothing_behind():
             slabs = offloader.engine.pool.num_slabs
     assert stats.pinned_in_use_bytes == 0
     assert offloader.engine.pool.num_slabs == slabs
-    assert sum(type(o).__name__ in ("Payload", "Tape", "Region", "Handle") for o in gc.get_objects()) == 0
+    assert num_alive() <= before
 
 
 def test_release_from_another_thread_while_the_lock_is_held():

@@ -94,6 +94,7 @@ def flash_window(left, right):
         (window([-1, -1]), True),
         (window([128, 0]), False),
         (window([0, 0]), False),
+        (window([]), True),
         (flash_window(None, None), True),
         (flash_window(-1, 0), True),
         (flash_window(64, 0), False),

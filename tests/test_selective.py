@@ -346,6 +346,23 @@ def test_saved_matmuls_are_not_recomputed(options, op, num_per_block):
     assert after[at.ATTENTION_OP.name()] == toy.NUM_BLOCKS
 
 
+def test_a_rule_may_be_of_a_whole_block():
+    model = at.make_model()
+    config = SelectiveConfig(save_ops=(), save_modules=("layers.3",))
+    offloader = apply_offload(model, ON_DEVICE, config, runtime=slow_link())
+    toy.assert_same_grads(backward(model), backward(at.make_model()))
+    assert offloader.step_end().saved['save_modules "layers.3"'][0] == 4 + 2
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_registered_save_may_be_of_the_class_of_a_block(is_compiled):
+    with at.removed_afterwards(register_mandatory_save("aten::tanh", at.AttentionBlock, reason="test")):
+        model = compiled(at.make_model()) if is_compiled else at.make_model()
+        apply_offload(model, ON_DEVICE, runtime=slow_link())
+    assert "aten::tanh" not in at.num_ops_in_backward(model, TOKENS)
+    toy.assert_same_grads(model, backward(at.make_model()))
+
+
 def test_exact_name_is_one_block():
     before = at.num_ops_in_backward(at.make_model(), TOKENS)
     model = at.make_model()
@@ -915,6 +932,19 @@ def test_flex_attention_is_an_op():
     toy.assert_same_grads(model, backward(at.make_model(Block)))
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_sparse_outputs_are_saved_where_they_are(place):
+    class Block(at.AttentionBlock):
+        def forward(self, x, rope, mask=None):
+            return super().forward(x, rope) + x.detach().flatten(0, 1).to_sparse().sum()
+
+    model = at.make_model(Block)
+    config = selective(place, save_ops=("aten::_to_sparse", "aten::tanh"))
+    offloader = apply_offload(model, *config, runtime=slow_link())
+    toy.assert_same_grads(backward(model), backward(at.make_model(Block)))
+    assert offloader.step_end().saved['save_ops "aten::_to_sparse"'] == (toy.NUM_BLOCKS, 0)
+
+
 def test_sparse_outputs_of_other_ops_are_let_be():
     class Block(at.AttentionBlock):
         def forward(self, x, rope, mask=None):
@@ -1303,8 +1333,22 @@ def test_nothing_to_do_is_no_error_whatever_the_model():
         )
     for model in (reentrant, nn.Linear(2, 2)):
         apply_offload(model, ON_DEVICE, runtime=slow_link())
-    with at.removed_afterwards(register_preferred_save("aten::mm", "wo")):
-        apply_offload(nn.Linear(2, 2), ON_DEVICE, runtime=slow_link())
+    with at.removed_afterwards(register_preferred_save("aten::mm", "router")):
+        for model in (reentrant, nn.Linear(2, 2)):
+            apply_offload(model, ON_DEVICE, runtime=slow_link())
+
+
+def test_reentrant_checkpoints_are_refused_where_something_is_saved():
+    model = at.make_model()
+    for name, block in list(model.layers.items()):
+        model.layers[name] = checkpoint_wrapper(
+            block._checkpoint_wrapped_module, checkpoint_impl=CheckpointImpl.REENTRANT
+        )
+    with (
+        at.removed_afterwards(register_preferred_save("aten::mm", "wo")),
+        pytest.raises(ValueError, match=r"layers\.0 is checkpointed with use_reentrant=True"),
+    ):
+        apply_offload(model, ON_DEVICE, runtime=slow_link())
 
 
 def test_keep_last_is_of_no_concern_where_nothing_moves():

@@ -134,11 +134,13 @@ class Offloader:
         if not is_asked and not self.saves.policy.rules:
             return
         matching = find_blocks(model, blocks) if is_asked else _matching_blocks(model, blocks)
-        wrappers = {fqn: _checkpoint_of(block, fqn) for fqn, block in matching.items()}
+        wrappers = {fqn: _checkpoint_of(block) for fqn, block in matching.items()}
         found = {fqn: block for fqn, block in matching.items() if wrappers[fqn]}
         if not found and not is_asked:
             return  # registered saves have no region to be in
         _check_blocks(found, blocks, self.engine.config.keep_last if moves else 0)
+        for fqn in found if moves else ():
+            _check_not_reentrant(fqn, wrappers[fqn])
         block_saves = {fqn: self._make_saves(fqn, block, wrappers[fqn]) for fqn, block in found.items()}
         part = ModelPart(list(found), _storages_of_state(model))
         for index, (fqn, block) in enumerate(found.items()):
@@ -153,6 +155,7 @@ class Offloader:
         scopes = self.saves.scopes_of(fqn, modules_of(block, fqn))
         if not scopes and all(rule.module is not None for rule in self.saves.policy.rules):
             return None
+        _check_not_reentrant(fqn, wrapper)
         keywords = getattr(wrapper.checkpoint_fn, "keywords", {})
         if keywords.get("debug"):
             raise ValueError(
@@ -296,17 +299,18 @@ def _matches(fqn: str, pattern: str) -> bool:
     return len(segments) == len(globs) and all(map(fnmatchcase, segments, globs))
 
 
-def _checkpoint_of(block: nn.Module, fqn: str) -> CheckpointWrapper | None:
+def _checkpoint_of(block: nn.Module) -> CheckpointWrapper | None:
     """The block's checkpoint wrapper, below a compiled module if there is one."""
     wrapper = block._orig_mod if isinstance(block, OptimizedModule) else block
-    if not isinstance(wrapper, CheckpointWrapper):
-        return None
+    return wrapper if isinstance(wrapper, CheckpointWrapper) else None
+
+
+def _check_not_reentrant(fqn: str, wrapper: CheckpointWrapper) -> None:
     if getattr(wrapper.checkpoint_fn, "keywords", {}).get("use_reentrant"):
         raise ValueError(
-            f"{fqn} is checkpointed with use_reentrant=True, where offloading the input frees nothing; wrap it with "
-            "checkpoint_impl=CheckpointImpl.NO_REENTRANT"
+            f"{fqn} is checkpointed with use_reentrant=True, where offloading the input frees nothing and no op can be "
+            "saved; wrap it with checkpoint_impl=CheckpointImpl.NO_REENTRANT"
         )
-    return wrapper
 
 
 def _check_blocks(found: dict[str, nn.Module], pattern: str, keep_last: int) -> None:

@@ -40,6 +40,7 @@ from titan_offload.saved_tensor import (
     input_storages,
     is_dense,
     local_tensor,
+    num_bytes_of,
     rebuilder,
     storage_id,
     version_of,
@@ -156,7 +157,7 @@ class OffloadEngine:
     def _keep(self, region: Region, tensor: torch.Tensor, local: torch.Tensor, reason: Stay) -> Handle:
         if reason is Stay.EXHAUSTED:
             self._check_exhausted(region, local.nbytes)
-        self._counter.keep(region.fqn, reason, local.nbytes)
+        self._counter.keep(region.fqn, reason, num_bytes_of(local))
         return Handle(region, tensor=tensor, version=version_of(tensor))
 
     def _check_exhausted(self, region: Region, num_bytes: int) -> None:

@@ -259,7 +259,7 @@ def is_of_sizes(call: Call) -> bool:
 def has_bounded_window(call: Call) -> bool:
     """Whether attention looks back a bounded number of tokens: as its window arguments say (-1 and None: no bound)."""
     window = call.argument("window_size")
-    left = window[0] if isinstance(window, Sequence) and window else window
+    left = next(iter(window), None) if isinstance(window, Sequence) else window
     bounds = (left, call.argument("window_size_left"), call.argument("attention_chunk") or None)
     return any(bound is not None and bound >= 0 for bound in bounds)
 

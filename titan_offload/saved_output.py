@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import DTensor
 
-from titan_offload.saved_tensor import local_tensor, storage_id, version_of
+from titan_offload.saved_tensor import storage_id, storage_of, version_of
 from titan_offload.tape import DEAD, Handle
 
 
@@ -76,7 +76,8 @@ class Watched:
         self._saved: dict[int, tuple[weakref.ref[torch.UntypedStorage], SavedOutput]] = {}
 
     def add(self, output: torch.Tensor, saved: SavedOutput) -> None:
-        self._saved[storage_id(output)] = weakref.ref(local_tensor(output).untyped_storage()), saved
+        if output.layout is torch.strided:
+            self._saved[storage_id(output)] = weakref.ref(storage_of(output)), saved
 
     def op_returned(self, outputs: object) -> None:
         """Finds aliases of what is watched among the outputs of an op."""
@@ -86,7 +87,7 @@ class Watched:
             if not isinstance(output, torch.Tensor) or output.layout is not torch.strided:
                 continue
             storage, saved = self._saved.get(storage_id(output), (DEAD, None))
-            if storage() is not None and storage() is local_tensor(output).untyped_storage():
+            if storage() is not None and storage() is storage_of(output):
                 saved.watch(output)
 
 

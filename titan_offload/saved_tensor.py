@@ -11,13 +11,26 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The storage of ``tensor`` or of its local part; a pending collective is not waited for."""
+    return _local_elem(tensor).untyped_storage()
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Identity of the storage of ``tensor`` or of its local part; another storage may get it once this one is freed."""
+    return storage_of(tensor)._cdata
+
+
+def num_bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of ``tensor`` or of its local part; 0 for a layout that is not strided."""
+    tensor = _local_elem(tensor)
+    return tensor.nbytes if tensor.layout is torch.strided else 0
+
+
+def _local_elem(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
-    if isinstance(tensor, AsyncCollectiveTensor):
-        tensor = tensor.elem
-    return tensor.untyped_storage()._cdata
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def input_storages(inputs: Sequence[object]) -> set[int]:

@@ -46,13 +46,16 @@ from titan_offload.rule_log import RuleLog, SavedPlace
 from titan_offload.save_policy import AnyOp, Call, SavePolicy, SaveRule, draws_random_numbers, matches_module
 from titan_offload.save_registry import packet_name, registered_saves
 from titan_offload.saved_output import SavedOutput, Watched, keep, rng_states, set_rng_states
-from titan_offload.saved_tensor import local_tensor
+from titan_offload.saved_tensor import num_bytes_of
 from titan_offload.stats import SaveList
 from titan_offload.tape import Region
 
 ContextFn = Callable[[], tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]]
 TorchPolicy = Callable[..., CheckpointPolicy | bool]
 Key = tuple[AnyOp, str, tuple[torch.Size, ...]]  # op, module, shapes
+
+BLOCK = ""
+"""The name of a block within itself."""
 
 BASE_RULE = SaveRule("the block's own selective checkpointing", lambda op: True, is_silent=True)
 """What TorchTitan's activation_checkpoint.mode = "selective" saves. It is asked last."""
@@ -195,7 +198,7 @@ class BlockSaves:
         """Keeps track of when the modules with rules of their own run; ``modules`` are the block's, by name."""
         for name, module in modules.items():
             scope = name.removeprefix(self.fqn).removeprefix(".")
-            if scope in self.scopes:
+            if scope in self.scopes and scope != BLOCK:
                 self._hooks += _follow(module, scope, self.saves.passes)
                 if self.saves.routing is not None and any(map(_saves_topk, self.scopes[scope])):
                     self._hooks += self.saves.routing.install(module, self.fqn, self.saves.passes)
@@ -269,7 +272,7 @@ class RegionSaves:
         devices = set()
 
         def keep_one(output: torch.Tensor) -> SavedOutput:
-            entry.num_bytes += local_tensor(output).nbytes
+            entry.num_bytes += num_bytes_of(output)
             devices.add(output.device)
             saved = keep(output, rule.is_mandatory, self._save_on_host)
             if not saved.is_cloned:
@@ -360,7 +363,9 @@ class _RegionMode(TorchDispatchMode):
         self._passes: list[_Pass] = []
 
     def __enter__(self) -> "_RegionMode":
-        self._passes.append(_Pass(self.record, self._is_recompute))
+        # The block itself is not followed: its own forward calls the checkpoint, and so begins before the region.
+        scopes = [BLOCK] if BLOCK in self.record.block.scopes else []
+        self._passes.append(_Pass(self.record, self._is_recompute, scopes))
         self.record.block.saves.passes().append(self._passes[-1])
         return super().__enter__()
 
@@ -436,7 +441,9 @@ def _follow(module: nn.Module, name: str, passes: Callable[[], list[_Pass]]) -> 
 
 def _is_limited_to(rule: SaveRule, name: str, module: nn.Module) -> bool:
     if isinstance(rule.module, type):
-        return isinstance(getattr(module, "_orig_mod", module), rule.module)
+        for wrapped in ("_orig_mod", "_checkpoint_wrapped_module"):  # by compile, by checkpointing
+            module = getattr(module, wrapped, module)
+        return isinstance(module, rule.module)
     return rule.module is not None and matches_module(name, rule.module)
 
 

@@ -8,7 +8,12 @@ import torch
 import torch.distributed as dist
 import toy
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor,
+    all_to_all_single,
+    all_to_all_single_autograd,
+    wait_tensor,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -230,6 +235,33 @@ def check_waits(rank):
 
 def test_what_is_cloned_or_moved_is_waited_for(on_gloo):
     on_gloo(check_waits)
+
+
+class PendingBlock(at.AttentionBlock):
+    """Uses what an exchange returns as torch's functional collectives do: pending, until something reads it."""
+
+    def forward(self, x, rope, mask=None):
+        x = super().forward(x, rope)
+        there = all_to_all_single_autograd(x.flatten(0, 1), None, None, dist.group.WORLD)
+        assert isinstance(there, AsyncCollectiveTensor)
+        return x + torch.tanh(there.view_as(x))
+
+
+def check_pending(rank):
+    tokens = toy.make_tokens(seed=rank)
+    expected = at.make_model(PendingBlock, num_blocks=NUM_BLOCKS)
+    expected.loss(tokens).backward()
+    for offloads in (False, True):
+        model = at.make_model(PendingBlock, num_blocks=NUM_BLOCKS)
+        config = SelectiveConfig(save_ops=("all_to_all_single", "aten::tanh"), offload=offloads)
+        offloader = apply_offload(model, MOVE_ALL, config, runtime=slow_link())
+        model.loss(tokens).backward()
+        toy.assert_same_grads(model, expected)
+        assert offloader.step_end().saved['save_ops "all_to_all_single"'][0] == NUM_BLOCKS
+
+
+def test_exchanges_that_are_pending(on_gloo):
+    on_gloo(check_pending)
 
 
 # FSDP2
