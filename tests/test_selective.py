@@ -1331,7 +1331,9 @@ def test_nothing_to_do_is_no_error_whatever_the_model():
         reentrant.layers[name] = checkpoint_wrapper(
             block._checkpoint_wrapped_module, checkpoint_impl=CheckpointImpl.REENTRANT
         )
-    for model in (reentrant, nn.Linear(2, 2)):
+    offloaded = at.make_model()
+    apply_offload(offloaded, MOVE_ALL, runtime=slow_link())
+    for model in (reentrant, nn.Linear(2, 2), offloaded):
         apply_offload(model, ON_DEVICE, runtime=slow_link())
     with at.removed_afterwards(register_preferred_save("aten::mm", "router")):
         for model in (reentrant, nn.Linear(2, 2)):
