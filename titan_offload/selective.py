@@ -256,7 +256,8 @@ class RegionSaves:
             return
         rule = self.block.rule_for(op, args, kwargs, run.scopes)
         if rule is None and self.base_policy is not None:
-            context = SelectiveCheckpointContext(is_recompute=False, op_output=outputs)
+            context = SelectiveCheckpointContext(is_recompute=False)
+            context.op_output = outputs  # torch 2.11 has no argument for it
             rule = BASE_RULE if _says_save(self.base_policy(context, op, *args, **kwargs)) else None
         place = run.count(op, args)
         self.num_calls[place[0]] += 1
