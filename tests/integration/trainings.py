@@ -65,7 +65,7 @@ def let_gpt_oss_train_on_cpu() -> None:
 
     TokenChoiceTopKRouter.init_weights = init_weights_and_bias
     attention.FlexAttentionWrapper.forward = flex_attention
-    attention._compiled_create_block_mask = create_block_mask
+    attention._compiled_create_block_mask = functools.partial(create_block_mask, device="cpu")  # else CUDA in 2.11
     gptoss_configs["debugmodel"] = dataclasses.replace(
         gptoss_configs["debugmodel"],
         vocab_size=2048,
