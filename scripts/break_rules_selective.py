@@ -40,8 +40,8 @@ RECORD = [
     (
         "a witness counts the edits of the output",
         "saved_output",
-        "        with _shared_version_counters():\n            witness = alias.detach()",
-        "        with contextlib.nullcontext():\n            witness = alias.detach()",
+        "        with shared_version_counters():\n            witness = alias.detach()",
+        "        with torch.no_grad():\n            witness = alias.detach()",
         f"{S}in_place_edit_outside_the_block_is_an_error[aten::sigmoid-on the device]",
     ),
     (
@@ -103,8 +103,8 @@ RECORD = [
     (
         "an edit in a recompute is an error in the next",
         "saved_output",
-        "        with _shared_version_counters():\n            return tensor.detach()",
-        "        with contextlib.nullcontext():\n            return tensor.detach()",
+        "        with shared_version_counters():\n            return tensor.detach()",
+        "        with torch.no_grad():\n            return tensor.detach()",
         f"{S}in_place_edit_in_a_recompute_is_an_error_in_the_next[on the device]",
     ),
     (

@@ -8,8 +8,6 @@ import toy
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_offload import HostRuntime, OffloadConfig, Offloader, SelectiveConfig, apply_offload
-
 DIM, HEADS, SEQ, BATCH = 32, 4, 16, 2
 ATTENTION_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BYTES = BATCH * SEQ * DIM * 4 + BATCH * HEADS * SEQ * 4  # output and log-sum-exp, float32
@@ -50,14 +48,6 @@ class AttentionBlock(nn.Module):
 
 def make_model(block: type[nn.Module] = AttentionBlock, **kwargs) -> toy.Model:
     return toy.make_model(block=block, dim=DIM, **kwargs)
-
-
-def apply(
-    model: nn.Module, *, offload: OffloadConfig | None = None, runtime: HostRuntime | None = None, **selective
-) -> Offloader:
-    """Selective saves as given; offload off unless given. The link is slow and jittery."""
-    runtime = runtime or HostRuntime(link_gb_per_s=0.004, jitter_ms=1.0, seed=1)
-    return apply_offload(model, offload or OffloadConfig(mode="none"), SelectiveConfig(**selective), runtime=runtime)
 
 
 class CountOps(TorchDispatchMode):

@@ -12,7 +12,7 @@ from attention_toy import BATCH, HEADS, SEQ
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from titan_offload import HostRuntime, OffloadConfig, SelectiveConfig, apply_offload, as_savable_op
+from titan_offload import OffloadConfig, SelectiveConfig, apply_offload, as_savable_op
 from titan_offload.save_policy import ATTENTION_OPS
 
 SCHEMA = "(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal, int?[] window_size)"
@@ -150,8 +150,8 @@ def assert_same(got: list, expected: list) -> None:
 @contextlib.contextmanager
 def applied(model: nn.Module, *, offload: bool = False, **selective):
     config = OffloadConfig(mode="block_inputs", min_offload_mib=0.0) if offload else OffloadConfig(mode="none")
-    runtime = HostRuntime(link_gb_per_s=0.004, jitter_ms=1.0, seed=1)
-    offloader = apply_offload(model, config, SelectiveConfig(offload=offload, **selective), runtime=runtime)
+    saves = SelectiveConfig(offload=offload, **selective)
+    offloader = apply_offload(model, config, saves, runtime=toy.slow_link())
     try:
         yield offloader
     finally:

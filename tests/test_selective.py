@@ -14,6 +14,7 @@ import toy
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from toy import slow_link
 
 from titan_offload import (
     HostRuntime,
@@ -61,10 +62,6 @@ OPTIONS = {
 def selective(place: str, **options) -> tuple[OffloadConfig, SelectiveConfig]:
     offload, moves = PLACES[place]
     return offload, SelectiveConfig(offload=moves, **options)
-
-
-def slow_link() -> HostRuntime:
-    return HostRuntime(link_gb_per_s=0.004, jitter_ms=1.0, seed=1)
 
 
 def without_ac(model: toy.Model) -> toy.Model:

@@ -55,10 +55,14 @@ def make_tokens(seed: int = 0, batch: int = BATCH, seq: int = SEQ) -> torch.Tens
     return torch.randint(0, VOCAB, (batch, seq), generator=torch.Generator().manual_seed(seed))
 
 
+def slow_link() -> HostRuntime:
+    """A slow, jittery link, so that a wait that is missing shows."""
+    return HostRuntime(link_gb_per_s=0.004, jitter_ms=1.0, seed=1)
+
+
 def offload(model: nn.Module, *, runtime: HostRuntime | None = None, **config) -> Offloader:
-    """Applies offload with a slow, jittery link, so that a wait that is missing shows."""
-    runtime = runtime or HostRuntime(link_gb_per_s=0.004, jitter_ms=1.0, seed=1)
-    return apply_offload(model, OffloadConfig(min_offload_mib=0.0, **config), runtime=runtime)
+    """Applies offload over a slow link, unless a runtime is given."""
+    return apply_offload(model, OffloadConfig(min_offload_mib=0.0, **config), runtime=runtime or slow_link())
 
 
 def grads(model: nn.Module) -> list[torch.Tensor | None]:

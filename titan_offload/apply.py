@@ -240,12 +240,11 @@ def layer_type_attribute(block: nn.Module) -> str | None:
 
 
 def _check_compiled(fqn: str, selective: SelectiveConfig) -> None:
-    for key in ("offload", "check_routing"):
-        if getattr(selective, key):
-            raise ValueError(
-                f"selective_checkpoint.{key} = true does not work in a compiled block ({fqn}): there the compiler "
-                "decides where saved tensors are. Set it to false, or leave the model eager (compile.enable = false)"
-            )
+    for key in selective.keys_for_eager_only():
+        raise ValueError(
+            f"selective_checkpoint.{key} = true does not work in a compiled block ({fqn}): there the compiler decides "
+            "where saved tensors are. Set it to false, or leave the model eager (compile.enable = false)"
+        )
 
 
 def find_blocks(model: nn.Module, pattern: str) -> dict[str, nn.Module]:

@@ -133,6 +133,10 @@ class SelectiveConfig:
                 raise ValueError(f"{SELECTIVE}.{key} = {getattr(self, key)!r} is not allowed: set it to true or false")
         _check_count("save_matmul_min_k", self.save_matmul_min_k, SELECTIVE)
 
+    def keys_for_eager_only(self) -> list[str]:
+        """Keys that are on and that a compiled block cannot do."""
+        return [key for key in ("offload", "check_routing") if getattr(self, key)]
+
     def changed_keys(self) -> list[str]:
         """Keys that were changed from their defaults."""
         return [key.name for key in fields(self) if getattr(self, key.name) != key.default]

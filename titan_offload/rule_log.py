@@ -55,7 +55,7 @@ class RuleLog:
     def region_ended(self) -> None:
         self._num_regions += 1
         if self._num_regions == NUM_REGIONS:
-            self.warn_of_unmatched(f"in {NUM_REGIONS} regions")
+            self._warn_of_unmatched()
 
     def recompute_ended(self, places: Iterable[SavedPlace]) -> None:
         if self._num_recomputes == NUM_REGIONS:
@@ -75,13 +75,16 @@ class RuleLog:
         self._saved_bytes.clear()
         return saved
 
-    def warn_of_unmatched(self, when: str) -> None:
+    def _warn_of_unmatched(self) -> None:
         for rule in self._rules:
             if rule not in self._matched and not rule.is_silent:
                 hint = (
                     " (the math backend of attention is many ops, and none of them)" if "attention" in rule.name else ""
                 )
-                logger.warning(f"selective saves: {rule.name} matched no {rule.unit} {when}{hint}; it does nothing")
+                logger.warning(
+                    f"selective saves: {rule.name} matched no {rule.unit} in {NUM_REGIONS} regions{hint}; it does "
+                    "nothing"
+                )
 
     def _warn_of_unasked(self) -> None:
         unasked: dict[SaveRule, list[str]] = {}

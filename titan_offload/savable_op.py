@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from titan_offload.save_policy import ATTENTION_OPS
-from titan_offload.saved_tensor import storage_id
+from titan_offload.saved_tensor import shared_version_counters, storage_id
 
 Function = torch.autograd.Function
 
@@ -154,7 +154,7 @@ def _kernel(function: type[Function], positions: list[int]) -> Callable:
             if isinstance(arg, torch.Tensor):  # others lose their type on the way: a tuple comes as a list
                 args[i] = arg
         # Below a dispatch mode there is no autocast, and a view has its own version counter. Here both are as in apply.
-        with autocast, torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        with autocast, shared_version_counters():
             if _takes_ctx(function):
                 results = function.forward(ctx, *args)
             else:

@@ -10,7 +10,6 @@ memory on as if it were new: a linear on a batch of sequences ends in ``_unsafe_
 its own. Each such alias is one more witness.
 """
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import DTensor
 
-from titan_offload.saved_tensor import storage_id, storage_of, version_of
+from titan_offload.saved_tensor import shared_version_counters, storage_id, storage_of, version_of
 from titan_offload.tape import DEAD, Handle
 
 
@@ -34,7 +33,7 @@ class SavedOutput:
 
     def watch(self, alias: torch.Tensor) -> None:
         """``alias`` has the memory of the output: edits of it count."""
-        with _shared_version_counters():
+        with shared_version_counters():
             witness = alias.detach()
             if isinstance(witness, DTensor):
                 witness._local_tensor = witness._local_tensor.new_empty(0)  # edits of a DTensor count on the outside
@@ -50,7 +49,7 @@ class SavedOutput:
         tensor = self.tensor if self.handle is None else unpack(self.handle)
         if self.is_cloned:
             return tensor.clone()
-        with _shared_version_counters():
+        with shared_version_counters():
             return tensor.detach()  # autograd will give the tensor that it gets a history
 
 
@@ -58,7 +57,7 @@ def keep(output: torch.Tensor, is_cloned: bool, save: Callable[[torch.Tensor], H
     """Keeps ``output``, or a clone of it: through ``save`` of the engine, or if that is None where it is."""
     saved = SavedOutput(is_cloned)
     kept = output.clone() if is_cloned else output
-    with _shared_version_counters():
+    with shared_version_counters():
         if save is None:
             saved.tensor = kept.detach()
         else:
@@ -89,11 +88,6 @@ class Watched:
             storage, saved = self._saved.get(storage_id(output), (DEAD, None))
             if storage() is not None and storage() is storage_of(output):
                 saved.watch(output)
-
-
-def _shared_version_counters() -> contextlib.AbstractContextManager:
-    """A dispatch mode runs below the layer that makes an alias share the version counter: this switches it on again."""
-    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 # Random numbers

@@ -4,6 +4,7 @@ Owns what is known about kinds of tensors: views, strides, version counters, DTe
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,11 @@ def version_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Counts of in-place changes; a DTensor and its local tensor count apart."""
     tensors = (tensor, tensor._local_tensor) if isinstance(tensor, DTensor) else (tensor,)
     return tuple(tensor._version for tensor in tensors if not tensor.is_inference())
+
+
+def shared_version_counters() -> AbstractContextManager:
+    """A dispatch mode runs below the layer that makes an alias share the version counter: this switches it on again."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 def check_version(tensor: torch.Tensor, version: tuple[int, ...]) -> None:

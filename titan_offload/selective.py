@@ -96,7 +96,7 @@ class SelectiveSaves:
         scopes = {}
         for name, module in modules.items():
             if rules := frozenset(rule for rule in self.policy.rules if _is_limited_to(rule, name, module)):
-                scopes[name.removeprefix(fqn).removeprefix(".")] = rules
+                scopes[_within_block(name, fqn)] = rules
         return scopes
 
     def save_list(self, fqns: Sequence[str]) -> SaveList:
@@ -197,7 +197,7 @@ class BlockSaves:
     def follow_modules(self, modules: dict[str, nn.Module]) -> None:
         """Keeps track of when the modules with rules of their own run; ``modules`` are the block's, by name."""
         for name, module in modules.items():
-            scope = name.removeprefix(self.fqn).removeprefix(".")
+            scope = _within_block(name, self.fqn)
             if scope in self.scopes and scope != BLOCK:
                 self._hooks += _follow(module, scope, self.saves.passes)
                 if self.saves.routing is not None and any(map(_saves_topk, self.scopes[scope])):
@@ -438,6 +438,11 @@ def _follow(module: nn.Module, name: str, passes: Callable[[], list[_Pass]]) -> 
         module.register_forward_pre_hook(enter),
         module.register_forward_hook(leave, always_call=True),  # also if forward raises, and the block goes on
     ]
+
+
+def _within_block(name: str, fqn: str) -> str:
+    """The name of a module of the block ``fqn`` within it."""
+    return name.removeprefix(fqn).removeprefix(".")
 
 
 def _is_limited_to(rule: SaveRule, name: str, module: nn.Module) -> bool:

@@ -3,11 +3,12 @@
 import torch
 import torch.distributed as dist
 import toy
+from dtensor_toy import dtensor_model, run_dtensor
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from titan_offload import HostRuntime
 
@@ -21,26 +22,6 @@ class Elementwise(nn.Module):
 
     def forward(self, x, rope):
         return x + torch.tanh(x * self.weight) * rope
-
-
-def dtensor_model(mesh, **kwargs):
-    """Blocks on batch-sharded DTensors, parameters replicated."""
-    model = toy.make_model(**kwargs)
-    for module in model.modules():
-        for name, param in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(distribute_tensor(param.data, mesh, [Replicate()])))
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, distribute_tensor(buffer, mesh, [Replicate()]))
-    return model
-
-
-def run_dtensor(model, mesh, batch):
-    tokens = toy.make_tokens(batch=batch)
-    h = distribute_tensor(torch.nn.functional.one_hot(tokens, toy.DIM * 2).float()[..., : toy.DIM], mesh, [Shard(0)])
-    h = (h * 1).requires_grad_()  # the shard itself is a view of a padded buffer
-    for i, block in enumerate(model.layers.values()):
-        h = block(model.between(i, h), model.rope)
-    return (h * h).sum()
 
 
 def check_dtensor(rank):

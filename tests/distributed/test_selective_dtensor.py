@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import toy
+from dtensor_toy import dtensor_model, run_dtensor
 from torch import nn
 from torch.distributed._functional_collectives import (
     AsyncCollectiveTensor,
@@ -16,7 +17,8 @@ from torch.distributed._functional_collectives import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
+from toy import slow_link
 
 from titan_offload import (
     HostRuntime,
@@ -30,10 +32,6 @@ from titan_offload import selective as selective_module
 
 MOVE_ALL = OffloadConfig(min_offload_mib=0.0)
 NUM_BLOCKS = 4
-
-
-def slow_link():
-    return HostRuntime(link_gb_per_s=0.004, jitter_ms=1.0, seed=1)
 
 
 # DTensors
@@ -59,34 +57,15 @@ class EditingBlock(DTensorBlock):
     edit = True
 
 
-def dtensor_model(mesh, block=DTensorBlock):
-    model = toy.make_model(block=block, num_blocks=NUM_BLOCKS)
-    for module in model.modules():
-        for name, param in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(distribute_tensor(param.data, mesh, [Replicate()])))
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, distribute_tensor(buffer, mesh, [Replicate()]))
-    return model
-
-
-def run_dtensor(model, mesh):
-    tokens = toy.make_tokens(batch=4)
-    h = distribute_tensor(torch.nn.functional.one_hot(tokens, toy.DIM * 2).float()[..., : toy.DIM], mesh, [Shard(0)])
-    h = (h * 1).requires_grad_()
-    for block in model.layers.values():
-        h = block(h, model.rope)
-    return (h * h).sum()
-
-
 def check_dtensor(rank):
     mesh = init_device_mesh("cpu", (2,))
-    expected = dtensor_model(mesh)
-    run_dtensor(expected, mesh).backward()
+    expected = dtensor_model(mesh, block=DTensorBlock, num_blocks=NUM_BLOCKS)
+    run_dtensor(expected, mesh, 4).backward()
     for offloads in (False, True):
-        model = dtensor_model(mesh)
+        model = dtensor_model(mesh, block=DTensorBlock, num_blocks=NUM_BLOCKS)
         config = SelectiveConfig(save_ops=(), save_modules=("w1",), offload=offloads)
         offloader = apply_offload(model, MOVE_ALL, config, runtime=slow_link())
-        loss = run_dtensor(model, mesh)
+        loss = run_dtensor(model, mesh, 4)
         for _ in range(2):
             model.zero_grad()
             loss.backward(retain_graph=True)
@@ -116,11 +95,11 @@ def check_memory_of_dtensors(rank):
         return keep(output, *args)
 
     selective_module.keep = spy  # of this process
-    model = dtensor_model(mesh)
+    model = dtensor_model(mesh, block=DTensorBlock, num_blocks=NUM_BLOCKS)
     config = OffloadConfig(mode="none", min_offload_mib=0.0, schedule="sync")
     selective = SelectiveConfig(save_ops=(), save_modules=("w1",), offload=True)
     apply_offload(model, config, selective, runtime=HostRuntime())
-    loss = run_dtensor(model, mesh)
+    loss = run_dtensor(model, mesh, 4)
     assert [ref() is not None for ref in outputs] == [False] * (NUM_BLOCKS - 1) + [True]
     loss.backward()
 
@@ -133,11 +112,11 @@ def check_edited_dtensor(rank):
     mesh = init_device_mesh("cpu", (2,))
     for offloads in (False, True):
         for runtime in (HostRuntime(), slow_link()):
-            model = dtensor_model(mesh, EditingBlock)
+            model = dtensor_model(mesh, block=EditingBlock, num_blocks=NUM_BLOCKS)
             config = SelectiveConfig(save_ops=(), save_modules=("w1",), offload=offloads)
             apply_offload(model, MOVE_ALL, config, runtime=runtime)
             with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
-                run_dtensor(model, mesh).backward()
+                run_dtensor(model, mesh, 4).backward()
 
 
 def test_in_place_edit_of_a_saved_dtensor_is_an_error(on_gloo):

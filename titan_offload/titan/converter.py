@@ -131,8 +131,8 @@ def _selective_of(job_config: JobConfig) -> SelectiveConfig | None:
                 f"[selective_checkpoint] {', '.join(given)} set, without effect: set selective_checkpoint.enable = true"
             )
         return None
-    for key in ("offload", "check_routing"):
-        if getattr(section, key) and job_config.compile.enable and "model" in job_config.compile.components:
+    if job_config.compile.enable and "model" in job_config.compile.components:
+        for key in section.keys_for_eager_only():
             raise ValueError(
                 f"selective_checkpoint.{key} = true does not go with compile.enable = true: in a compiled block the "
                 "compiler decides where saved tensors are. Set one of them to false"
