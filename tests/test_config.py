@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from titan_offload.config import GIB, MIB, MODES, ON_EXHAUSTED, SCHEDULES, OffloadConfig
+from titan_offload.config import GIB, LIMITS, MIB, MODES, ON_EXHAUSTED, SCHEDULES, OffloadConfig
 
 COUNTS = ("keep_last", "prefetch_lookahead", "max_inflight_offloads")
 SIZES = ("min_offload_mib", "pinned_budget_gib")
@@ -17,6 +17,12 @@ BAD = [
     ("mode", "all", "block_inputs"),  # known, but not built yet
     *[("schedule", value, '"overlap", "sync"') for value in ("async", "Overlap", None, 0)],
     *[("on_exhausted", value, '"keep", "error"') for value in ("raise", "", None, False)],
+    *[("limit", value, '"memory", "link"') for value in ("Link", "", None, True)],
+    *[
+        ("host_memory_fraction", value, "above 0 and at most 1")
+        for value in (0, 0.0, -0.1, 1.0001, 80, float("nan"), float("inf"), "0.8", None, True)
+    ],
+    *[("measure_link", value, "true or false") for value in (1, 0, "true", None)],
     *[(key, value, "whole number >= 0") for key in COUNTS for value in (-1, 1.0, 0.5, "1", None, True, False)],
     *[
         (key, value, "number >= 0")
@@ -48,6 +54,9 @@ def test_mode_all_says_that_it_is_not_built_yet():
         *[("mode", value) for value in MODES],
         *[("schedule", value) for value in SCHEDULES],
         *[("on_exhausted", value) for value in ON_EXHAUSTED],
+        *[("limit", value) for value in LIMITS],
+        *[("host_memory_fraction", value) for value in (1, 1.0, 0.5, 1e-6)],
+        *[("measure_link", value) for value in (True, False)],
         *[(key, value) for key in COUNTS for value in (0, 1, 1000)],
         *[(key, value) for key in SIZES for value in (0, 0.0, 1, 0.5, 1e-9, 1024.0)],
     ],
@@ -65,8 +74,16 @@ def test_defaults_are_those_of_the_design():
         "max_inflight_offloads": 2,
         "min_offload_mib": 1.0,
         "pinned_budget_gib": 0.0,
+        "host_memory_fraction": 0.8,
         "on_exhausted": "keep",
+        "limit": "memory",
+        "measure_link": False,
     }
+
+
+def test_limit_link_needs_overlap():
+    with pytest.raises(ValueError, match=r"limit = .link. does not go with .*schedule"):
+        OffloadConfig(limit="link", schedule="sync")
 
 
 def test_config_is_frozen_and_takes_keywords_only():
@@ -116,8 +133,9 @@ def test_config_needs_no_torch():
         ({"schedule": "sync", "prefetch_lookahead": 2, "keep_last": 2}, ["prefetch_lookahead"]),
         ({"schedule": "sync", "max_inflight_offloads": 0}, ["max_inflight_offloads"]),
         ({"mode": "none", "keep_last": 2, "schedule": "sync"}, ["schedule", "keep_last"]),
-        ({"on_exhausted": "error"}, ["on_exhausted"]),
-        ({"on_exhausted": "error", "pinned_budget_gib": 1}, []),
+        ({"on_exhausted": "error"}, []),
+        ({"host_memory_fraction": 0.5}, []),
+        ({"host_memory_fraction": 0.5, "pinned_budget_gib": 1}, ["host_memory_fraction"]),
     ],
 )
 def test_keys_without_effect(settings, idle):

@@ -16,6 +16,7 @@ OFFLOAD, SELECTIVE = "activation_offload", "selective_checkpoint"
 MODES = ("none", "block_inputs")
 SCHEDULES = ("overlap", "sync")
 ON_EXHAUSTED = ("keep", "error")
+LIMITS = ("memory", "link")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +34,17 @@ class OffloadConfig:
             copy starts, the compute stream waits for the oldest. 0: no limit: forward never waits, and a tensor leaves
             the device once the host sees its copy done, which costs device memory the further the host runs ahead.
         min_offload_mib: tensors smaller than this many MiB stay on the device.
-        pinned_budget_gib: pinned host memory that this rank may use, in GiB. 0: no limit.
+        pinned_budget_gib: pinned host memory that each rank may use, in GiB. 0: its share of the host's memory, see
+            ``host_memory_fraction``.
+        host_memory_fraction: of the host memory that is free at start, under every limit that holds for the job, the
+            fraction that all ranks of a host may take together. Divided among them by need.
         on_exhausted: what happens to a block input for which the budget has no room. ``"keep"``: it stays on the
-            device, is counted and reported. ``"error"``: a RuntimeError.
+            device, is counted and reported. ``"error"``: all ranks stop before step 1 if that is known then, else a
+            RuntimeError.
+        limit: what bounds the block inputs that move. ``"memory"``: the pinned budget alone. ``"link"``: also the link:
+            after the first steps only as many go on moving, the earliest of each pass, as hide behind compute.
+        measure_link: whether the speed of each device's link, alone and shared with the other ranks of its host, is
+            measured before step 1 and reported. ``limit = "link"`` measures it in any case.
 
     Raises:
         ValueError: a value is not allowed; the text names key, value, what is allowed and how to repair it.
@@ -48,7 +57,10 @@ class OffloadConfig:
     max_inflight_offloads: int = 2
     min_offload_mib: float = 1.0
     pinned_budget_gib: float = 0.0
+    host_memory_fraction: float = 0.8
     on_exhausted: str = "keep"
+    limit: str = "memory"
+    measure_link: bool = False
 
     def __post_init__(self) -> None:
         if self.mode == "all":
@@ -59,10 +71,18 @@ class OffloadConfig:
         _check_choice("mode", self.mode, MODES)
         _check_choice("schedule", self.schedule, SCHEDULES)
         _check_choice("on_exhausted", self.on_exhausted, ON_EXHAUSTED)
+        _check_choice("limit", self.limit, LIMITS)
         for key in ("keep_last", "prefetch_lookahead", "max_inflight_offloads"):
             _check_count(key, getattr(self, key))
         for key in ("min_offload_mib", "pinned_budget_gib"):
             _check_size(key, getattr(self, key))
+        _check_fraction("host_memory_fraction", self.host_memory_fraction)
+        _check_switch("measure_link", self.measure_link, OFFLOAD)
+        if self.limit == "link" and self.schedule == "sync":
+            raise ValueError(
+                f'{OFFLOAD}.limit = "link" does not go with {OFFLOAD}.schedule = "sync", in which no copy hides behind '
+                'compute: set schedule to "overlap", or limit to "memory"'
+            )
 
     def keys_without_effect(self, moves_saved_outputs: bool = False) -> list[str]:
         """Keys that were changed from their defaults and do nothing beside the others.
@@ -75,8 +95,8 @@ class OffloadConfig:
             idle = [key.name for key in fields(self) if key.name != "mode"]
         elif self.schedule == "sync":
             idle = ["prefetch_lookahead", "max_inflight_offloads"]
-        if self.pinned_budget_gib == 0:
-            idle.append("on_exhausted")
+        if self.pinned_budget_gib != 0:
+            idle.append("host_memory_fraction")
         return [key.name for key in fields(self) if key.name in idle and getattr(self, key.name) != key.default]
 
     @property
@@ -86,7 +106,7 @@ class OffloadConfig:
 
     @property
     def budget_bytes(self) -> int | None:
-        """Pinned host memory that this rank may use, in bytes; None: no limit."""
+        """``pinned_budget_gib`` in bytes; None: this rank's share of the host's memory."""
         return None if self.pinned_budget_gib == 0 else int(self.pinned_budget_gib * GIB)
 
 
@@ -129,8 +149,7 @@ class SelectiveConfig:
                 raise ValueError(f"{SELECTIVE}.{key} = {value!r} is not allowed: set it to a list of non-empty strings")
             object.__setattr__(self, key, tuple(value))  # TOML has lists
         for key in ("save_sliding_window", "offload", "check_routing"):
-            if not isinstance(getattr(self, key), bool):
-                raise ValueError(f"{SELECTIVE}.{key} = {getattr(self, key)!r} is not allowed: set it to true or false")
+            _check_switch(key, getattr(self, key), SELECTIVE)
         _check_count("save_matmul_min_k", self.save_matmul_min_k, SELECTIVE)
 
     def keys_for_eager_only(self) -> list[str]:
@@ -156,3 +175,13 @@ def _check_count(key: str, value: object, section: str = OFFLOAD) -> None:
 def _check_size(key: str, value: object) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
         raise ValueError(f"{OFFLOAD}.{key} = {value!r} is not allowed: set it to a number >= 0")
+
+
+def _check_fraction(key: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
+        raise ValueError(f"{OFFLOAD}.{key} = {value!r} is not allowed: set it to a number above 0 and at most 1")
+
+
+def _check_switch(key: str, value: object, section: str) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{section}.{key} = {value!r} is not allowed: set it to true or false")
