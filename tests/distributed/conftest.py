@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -11,7 +12,8 @@ import torch.multiprocessing as mp
 
 def _enter(rank: int, world_size: int, folder: str, body: Callable[[int], None]) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    store, timeout = f"file://{folder}/store", timedelta(seconds=60)  # a rank that does not come fails the test
+    dist.init_process_group("gloo", init_method=store, timeout=timeout, rank=rank, world_size=world_size)
     try:
         body(rank)
     finally:

@@ -1,0 +1,458 @@
+"""The rules of budgets, needs and the exchange of facts, for `break_rules`: arguments of its ``rule``."""
+
+B, N, X = "test_budget::test_", "test_need::test_", "distributed/test_exchange::test_"
+BY_HAND = f"{B}eight_ranks_on_two_nodes"
+BYTE_BY_BYTE = f"{B}it_is_as_if_bytes_were_handed_out_one_by_one"
+STAGE = f"{B}a_stage_moves_what_the_rank_with_least_room_moves"
+SNAPSHOTS = f"{B}least_of_the_snapshots_times_fraction_less_what_else_is_taken"
+TOO_MUCH = f"{B}explicit_budgets_above_what_a_host_has_are_refused"
+TABLES = f"{X}two_hosts_come_to_one_table_or_to_one_error"
+TURNS = f"{X}ranks_of_a_host_take_turns_and_hosts_go_in_parallel"
+RISE = "rise = min(step, needs[rank] - taken[rank], *(left(limit) for limit in limits if rank in limit.members))"
+
+DIVISION = [
+    (
+        "nobody gets more than it needs",
+        "budget",
+        RISE,
+        "rise = min(step, *(left(limit) for limit in limits if rank in limit.members))",
+        BY_HAND,
+        f"{B}never_more_than_any_limit_nor_than_the_need",
+    ),
+    (
+        "no limit is exceeded",
+        "budget",
+        RISE,
+        "rise = min(step, needs[rank] - taken[rank])",
+        f"{B}containers_with_limits_of_their_own",
+        f"{B}never_more_than_any_limit_nor_than_the_need",
+    ),
+    (
+        "what a node cannot give comes from another",
+        "budget",
+        "    return _fill(local, needs, [limit for limit in limits if not limit.is_local])\n",
+        "    return local\n",
+        f"{B}everything_is_used_when_needs_exceed_the_total",
+        f"{B}who_gets_less_than_it_needs_is_under_a_limit_that_is_full",
+        BY_HAND,
+    ),
+    (
+        "each rank takes from its own node first",
+        "budget",
+        "    local = _fill(dict.fromkeys(needs, 0), needs, limits)\n",
+        "    local = dict.fromkeys(needs, 0)\n",
+        f"{B}nobody_takes_memory_of_a_node_that_its_own_ranks_need",
+        f"{B}two_ranks_with_a_whole_node_each_do_not_meet",
+    ),
+    (
+        "who has least takes next",
+        "budget",
+        "lowest = {rank for rank in growing if taken[rank] == level}",
+        "lowest = set(growing)",
+        BYTE_BY_BYTE,
+        BY_HAND,
+    ),
+    (
+        "one that has less stops where it has as much as the next",
+        "budget",
+        "steps = [taken[rank] - level for rank in growing - lowest]\n",
+        "steps = []\n",
+        BYTE_BY_BYTE,
+        BY_HAND,
+    ),
+    (
+        "all rise until a limit is full",
+        "budget",
+        "left(limit) // len(limit.members & lowest) for limit",
+        "left(limit) for limit",
+        BYTE_BY_BYTE,
+        BY_HAND,
+    ),
+    (
+        "a remainder is handed out",
+        "budget",
+        "step = max(min(steps, default=math.inf), 1)",
+        "step = min(steps, default=math.inf)",
+        BYTE_BY_BYTE,
+        BY_HAND,
+    ),
+    (
+        "a remainder goes by rank",
+        "budget",
+        "for rank in sorted(lowest):",
+        "for rank in sorted(lowest, reverse=True):",
+        BYTE_BY_BYTE,
+        BY_HAND,
+    ),
+    (
+        "a need that is not known has no end",
+        "budget",
+        "math.inf if need is None else need for",
+        "need or 0 for",
+        f"{B}a_need_that_is_not_known_has_no_end",
+    ),
+]
+
+LIMITS = [
+    (
+        "a rank is bound to the node of its device only",
+        "budget",
+        'if limit.kind != "numa" or limit.group == f"numa:{rank.device.numa_node}":',
+        "if True:",
+        f"{B}a_rank_is_bound_to_the_node_of_its_device_only",
+    ),
+    (
+        "NUMA nodes bind the first phase only",
+        "budget",
+        'is_local=first.kind == "numa"',
+        "is_local=False",
+        f"{B}a_rank_is_bound_to_the_node_of_its_device_only",
+    ),
+    (
+        "groups of different hosts never mix",
+        "budget",
+        "groups.setdefault((rank.host, limit.kind, limit.group), [])",
+        "groups.setdefault((limit.kind, limit.group), [])",
+        f"{B}limits_of_different_hosts_are_not_joined",
+    ),
+    (
+        "hosts are told apart by identity",
+        "budget",
+        "hosts.setdefault(rank.host, []).append(rank)",
+        'hosts.setdefault("", []).append(rank)',
+        f"{B}explicit_budgets_above_what_a_host_has_are_refused",
+    ),
+    (
+        "the least of the snapshots counts",
+        "budget",
+        "free = min(limit.free_bytes for _, limit in views)",
+        "free = first.free_bytes",
+        SNAPSHOTS,
+    ),
+    (
+        "own use is taken off",
+        "budget",
+        " - sum(limit.own_bytes for _, limit in views)\n",
+        "\n",
+        f"{B}use_of_each_process_is_taken_off_what_slurm_gave",
+    ),
+    (
+        "what else the run takes is taken off",
+        "budget",
+        "num_bytes=max(usable - others, 0)",
+        "num_bytes=usable",
+        SNAPSHOTS,
+    ),
+    (
+        "what else the run takes leaves nothing, not less",
+        "budget",
+        "num_bytes=max(usable - others, 0)",
+        "num_bytes=usable - others",
+        SNAPSHOTS,
+    ),
+    (
+        "fractions are exact",
+        "budget",
+        "usable = int(Fraction(str(fraction)) * max(free, 0))",
+        "usable = int(fraction * max(free, 0))",
+        SNAPSHOTS,
+    ),
+    (
+        "only claims of the pool are needs",
+        "budget",
+        "return sum(claim.num_bytes for claim in self.claims if claim.is_offload)",
+        "return sum(claim.num_bytes for claim in self.claims)",
+        TOO_MUCH,
+        f"{B}the_fraction_that_is_named_is_the_least_that_does",
+    ),
+]
+
+BUDGETS = [
+    (
+        "a stage moves the same",
+        "budget",
+        "num_bytes = min(budget.share_bytes, num_slots * unit)",
+        "num_bytes = budget.share_bytes",
+        STAGE,
+        TABLES,
+    ),
+    (
+        "a stage moves what its rank with least room moves",
+        "budget",
+        "num_slots, least = min(limited",
+        "num_slots, least = max(limited",
+        STAGE,
+    ),
+    (
+        "nobody moves more than its share",
+        "budget",
+        "num_bytes = min(budget.share_bytes, num_slots * unit)",
+        "num_bytes = num_slots * unit",
+        f"{B}a_rank_of_a_stage_that_needs_less_gets_no_more_than_its_share",
+    ),
+    (
+        "slots are counted each in its own size",
+        "budget",
+        "units = [max(budget.facts.slot_bytes, 1) for budget in stage]",
+        "units = [max(stage[0].facts.slot_bytes, 1)] * len(stage)",
+        f"{B}slots_of_a_stage_are_counted_each_in_its_own_size",
+    ),
+    (
+        "a need that is met is not cut",
+        "budget",
+        "    if not limited:\n        return stage\n",
+        "    limited = slots\n",
+        f"{B}a_need_that_is_met_is_not_cut_to_whole_slots",
+        f"{B}an_explicit_budget_is_what_each_rank_gets",
+    ),
+    (
+        "the full limit that fewest share is named",
+        "budget",
+        "return min(full, key=lambda limit: len(limit.members))",
+        "return full[0]",
+        f"{B}hosts_with_the_same_names_of_groups_share_nothing",
+        f"{B}the_smaller_of_two_limits_that_are_full_is_named",
+    ),
+    (
+        "only a limit that is full is named",
+        "budget",
+        "own if sum(shares[member] for member in limit.members) == limit.num_bytes]",
+        "own]",
+        f"{B}containers_of_one_host_share_the_host_and_nothing_else",
+    ),
+    (
+        "advice counts what else the run takes",
+        "budget",
+        "sum(needs) + limit.other_bytes",
+        "sum(needs)",
+        f"{B}the_fraction_that_is_named_is_the_least_that_does",
+    ),
+    (
+        "advice: the fraction is rounded up",
+        "budget",
+        "percent = -(-100 * wanted // max(record.free_bytes, 1))",
+        "percent = 100 * wanted // max(record.free_bytes, 1)",
+        f"{B}the_fraction_that_is_named_is_the_least_that_does",
+    ),
+    (
+        "advice: no fraction above 1",
+        "budget",
+        " if percent <= 100 else memory",
+        "",
+        f"{B}the_memory_that_is_named_is_the_least_that_does",
+        f"{B}a_host_that_is_too_small_is_said_to_be",
+    ),
+    (
+        "advice: only a fraction of what is added may be taken",
+        "budget",
+        "math.ceil(wanted / Fraction(str(fraction)))",
+        "wanted",
+        f"{B}the_memory_that_is_named_is_the_least_that_does",
+    ),
+    (
+        "explicit budgets of a host together fit it",
+        "budget",
+        "num, total = len(limit.members), pinned_budget_bytes * len(limit.members)",
+        "num, total = len(limit.members), pinned_budget_bytes",
+        TOO_MUCH,
+        TABLES,
+    ),
+    (
+        "explicit budgets may take all, not the fraction",
+        "budget",
+        "_take_budgets(ranks, pinned_budget_bytes)\n",
+        "_divide(ranks, fraction)\n",
+        f"{B}an_explicit_budget_is_what_each_rank_gets",
+    ),
+    (
+        "explicit budgets are not held to a NUMA node",
+        "budget",
+        "if is_known and not limit.is_local and total > limit.num_bytes:",
+        "if is_known and total > limit.num_bytes:",
+        f"{B}an_explicit_budget_may_be_more_than_a_node_has",
+    ),
+    (
+        "a part of a slot is a tensor that stays",
+        "budget",
+        "num = min(-(-missing // size), budget.facts.num_slots)",
+        "num = min(missing // size, budget.facts.num_slots)",
+        f"{B}number_and_bytes_that_stay_on_the_device",
+    ),
+    (
+        "no more stay than there are",
+        "budget",
+        "num = min(-(-missing // size), budget.facts.num_slots)",
+        "num = -(-missing // size)",
+        f"{B}number_and_bytes_that_stay_on_the_device",
+    ),
+]
+
+REFUSALS = [
+    (
+        "an error of any rank stops all",
+        "budget",
+        "for rank in facts if rank.error is not None]:",
+        "for rank in facts[:1] if rank.error is not None]:",
+        f"{B}an_error_of_any_rank_stops_all",
+        TABLES,
+    ),
+    (
+        "the text does not depend on the order of facts",
+        "budget",
+        "    facts = sorted(facts, key=lambda rank: rank.rank)\n    if failed",
+        "    if failed",
+        f"{B}an_error_of_any_rank_stops_all",
+    ),
+    (
+        "settings that differ stop all",
+        "budget",
+        "if len(values := _values(key, facts)) > 1]",
+        "if len(values := _values(key, facts)) > 2]",
+        f"{B}settings_that_differ_are_named_with_the_ranks_that_have_them",
+        TABLES,
+    ),
+    (
+        "a setting that a rank does not have differs",
+        "budget",
+        'value = repr(rank.config[key]) if key in rank.config else "(not set)"',
+        "value = repr(rank.config.get(key, facts[0].config.get(key)))",
+        f"{B}settings_that_differ_are_named_with_the_ranks_that_have_them",
+    ),
+    (
+        "on_exhausted = error stops all",
+        "budget",
+        "    if not short:\n        return\n",
+        "    return\n",
+        f"{B}too_small_a_budget_stops_all_where_asked_for",
+        TABLES,
+    ),
+    (
+        "on_exhausted = keep stops nobody",
+        "budget",
+        'if budget.facts.config.get(f"{OFFLOAD}.on_exhausted") == "error"]',
+        "]",
+        f"{B}too_small_a_budget_stops_all_where_asked_for",
+    ),
+]
+
+EXCHANGE = [
+    (
+        "all ranks are asked",
+        "exchange",
+        "    dist.all_gather_object(values, value, group)\n",
+        "",
+        TABLES,
+    ),
+    (
+        "one rank of a host at a time",
+        "exchange",
+        "        if turn == position:\n",
+        "        if turn == 0:\n",
+        TURNS,
+    ),
+    (
+        "hosts go in parallel",
+        "exchange",
+        "return hosts[:rank].count(hosts[rank]), max(Counter(hosts).values())",
+        "return rank, len(hosts)",
+        TURNS,
+    ),
+    (
+        "all ranks wait for each turn of the host with most ranks",
+        "exchange",
+        "max(Counter(hosts).values())",
+        "hosts.count(hosts[rank])",
+        TURNS,
+    ),
+    (
+        "a failure reaches all",
+        "exchange",
+        "            except Exception as error:\n",
+        "            except ZeroDivisionError as error:\n",
+        TURNS,
+    ),
+    (
+        "no turn after a failure",
+        "exchange",
+        '            raise RuntimeError("; ".join(failed)) from failure\n    return result\n',
+        '            late = RuntimeError("; ".join(failed))\n    if turn and "late" in locals():\n'
+        "        raise late from failure\n    return result\n",
+        TURNS,
+    ),
+    (
+        "the cause of a failure is kept",
+        "exchange",
+        " from failure\n",
+        " from None\n",
+        f"{X}without_a_process_group_a_rank_is_alone",
+    ),
+]
+
+NEED = [
+    (
+        "an input backward frees nothing",
+        "need",
+        'frees: Collection[str] = ("B", "W")',
+        'frees: Collection[str] = ("B", "W", "I")',
+        f"{N}regions_alive_by_hand",
+    ),
+    (
+        "a weight backward frees",
+        "need",
+        'frees: Collection[str] = ("B", "W")',
+        'frees: Collection[str] = ("B",)',
+        f"{N}regions_alive_by_hand",
+        f"{N}regions_alive_in_torchs_schedules_of_several_stages",
+    ),
+    (
+        "a stage counts with its regions",
+        "need",
+        "sum(num * num_regions[stage] for stage, num in alive.items())",
+        "sum(alive.values())",
+        f"{N}regions_alive_by_hand",
+    ),
+    (
+        "1F1B has no more in flight than microbatches",
+        "need",
+        "return min(num_stages - stage, num_microbatches)",
+        "return num_stages - stage",
+        f"{N}formula_of_1f1b_is_that_of_torchs_schedule",
+    ),
+    (
+        "an odd token is counted",
+        "need",
+        "batch * -(-seq_len // (context_parallel * tensor_parallel))",
+        "batch * (seq_len // (context_parallel * tensor_parallel))",
+        f"{N}rank_0_holds_the_longest_part_of_a_sequence",
+    ),
+    (
+        "slots are rounded up as the pool's",
+        "need",
+        "return -(-num_bytes // alignment) * alignment",
+        "return (num_bytes // alignment + 1) * alignment",
+        f"{N}slots_are_those_of_the_pool",
+    ),
+    (
+        "attention saves its log-sum-exp in float32",
+        "need",
+        "num_heads * (head_dim * itemsize + 4)",
+        "num_heads * (head_dim + 1) * itemsize",
+        f"{N}attention_saves_what_the_op_returns_and_backward_needs",
+    ),
+    (
+        "what FSDP2 pins is rounded up to a power of two",
+        "need",
+        "held = 1 << (num_bytes - 1).bit_length() if is_pinned and num_bytes else num_bytes",
+        "held = num_bytes",
+        f"{N}cpu_offload_by_hand",
+    ),
+    (
+        "parameters that become pinned take what rounding adds",
+        "need",
+        "total += (held - num_bytes) + held + num_states * num_bytes",
+        "total += held + num_states * num_bytes",
+        f"{N}cpu_offload_by_hand",
+    ),
+]
+
+RULES = DIVISION + LIMITS + BUDGETS + REFUSALS + EXCHANGE + NEED
