@@ -1,8 +1,6 @@
 """Runtimes: what every one must do (`TestConformance`), the nets of HostRuntime, each shown to catch its fault, and the
 edges of AcceleratorRuntime against a torch that records instead of acting."""
 
-import contextlib
-import fcntl
 import os
 import subprocess
 import sys
@@ -17,7 +15,7 @@ import torch
 
 import titan_offload.host_runtime
 import titan_offload.runtime
-from titan_offload.host_runtime import PATTERN, HostRuntime
+from titan_offload.host_runtime import PATTERN, HostLink, HostRuntime, Lane
 from titan_offload.runtime import AcceleratorRuntime
 
 CPU = torch.device("cpu")
@@ -100,6 +98,13 @@ class TestConformance:
         assert int(pinned[-1]) == 7
         runtime.free_pinned(pinned)
 
+    def test_a_caller_may_say_where_pinned_memory_comes_from(self, machine):
+        runtime, _ = machine
+        assert runtime.numa_node == -1
+        runtime.numa_node = 0
+        assert runtime.max_pinned_bytes in (64 * 1024**3, 2_000_000_000)
+        runtime.free_pinned(runtime.allocate_pinned(NUM_BYTES))
+
     def test_copies_arrive(self, machine):
         runtime, device = machine
         source = random_bytes(device=device)
@@ -164,6 +169,24 @@ class TestConformance:
         assert torch.equal(reload, source)
         runtime.synchronize(runtime.record_event(runtime.compute_stream(device)))
         assert all(isinstance(wait(), float) and 0 <= wait() < 60e3 for wait in waits)
+
+    def test_timed_events_order_and_measure(self, machine):
+        """They are events like others, and tell how far apart they were: of one stream, and of two."""
+        runtime, device = machine
+        slot, source = runtime.allocate_pinned(NUM_BYTES), random_bytes(5, device)
+        start = runtime.record_timed_event(runtime.compute_stream(device))
+        events = []
+        for _ in range(2):
+            copy_to_host(runtime, slot, source)
+            events.append(runtime.record_timed_event(runtime.d2h_stream(device)))
+        reload, _ = copy_to_device(runtime, slot, device, after=events[-1])
+        runtime.wait_event(runtime.compute_stream(device), runtime.record_event(runtime.h2d_stream(device)))
+        runtime.synchronize(runtime.record_event(runtime.compute_stream(device)))
+        assert torch.equal(reload, source)
+        assert all(map(runtime.query, events))
+        first, last = (runtime.elapsed_ms(start, event) for event in events)
+        assert 0 < first < last < 60e3
+        assert runtime.elapsed_ms(*events) == pytest.approx(last - first, abs=0.01)
 
     def test_a_scrubbed_slot_can_be_used_again_after_its_event(self, machine):
         runtime, device = machine
@@ -322,6 +345,20 @@ def test_freed_slot_becomes_the_pattern(host):
     assert torch.equal(slots[1], sources[1])
 
 
+@pytest.mark.parametrize("numbers", [{2, 4}, range(2, 5, 2)])
+def test_pinned_allocations_fail_where_they_are_told_to(host, numbers):
+    host.fail_pinned_at = numbers
+    buffers, refused = {}, {}
+    for number in range(1, 6):
+        try:
+            buffers[number] = host.allocate_pinned(NUM_BYTES)
+        except RuntimeError as error:
+            refused[number] = str(error)
+    assert (list(buffers), list(refused)) == ([1, 3, 5], [2, 4])
+    assert set(refused.values()) == {"no 0.00 GiB of pinned host memory: refused by fail_pinned_at"}
+    assert (host.num_pinned_allocations, len(host._pinned)) == (5, 3)
+
+
 def test_without_strict_nothing_is_checked_or_filled():
     """For measurements of host time."""
     host = HostRuntime(strict=False)
@@ -371,6 +408,88 @@ def test_directions_do_not_share_the_link():
             host.synchronize(event)
         seconds.append(time.perf_counter() - start)
     assert 45e-3 < min(seconds) < 90e-3
+
+
+def test_timed_event_is_not_told_before_it_is_done():
+    host = HostRuntime(link_gb_per_s=SLOW)
+    start = host.record_timed_event(host.compute_stream(CPU))
+    source = random_bytes()
+    copy_to_host(host, host.allocate_pinned(NUM_BYTES), source)
+    end = host.record_timed_event(host.d2h_stream(CPU))
+    assert host.elapsed_ms(start, end) is None
+    host.synchronize(end)
+    assert 19 < host.elapsed_ms(start, end) < 200
+
+
+# A link that several share
+
+
+def test_a_lane_is_divided_among_its_copies():
+    """Exact: one copy of 4 alone until 1; two share until the shorter one, of 1, ends at 3; then three share."""
+    lane = Lane()
+    long, pause = lane.start(4.0, 0.0)
+    assert pause == 4.0
+    short, pause = lane.start(1.0, 1.0)
+    assert pause == 2.0  # both get half
+    assert lane.pause(long, 2.0) == 1.0  # the short one ends first
+    assert lane.pause(short, 3.0) == 0.0
+    _, pause = lane.start(1.0, 4.0)
+    assert pause == 2.0  # the long one has 1 left, as this one
+    assert lane.pause(long, 6.0) == 0.0
+
+
+def test_lateness_on_a_lane_slows_nobody():
+    """Two copies of 2 and 3 share until 4; the long one has 1 left and ends at 5, whoever asks when."""
+    lane = Lane()
+    late, _ = lane.start(2.0, 0.0)
+    other, _ = lane.start(3.0, 0.0)
+    assert lane.pause(other, 4.5) == 0.5
+    assert lane.pause(late, 100.0) == lane.pause(other, 5.0) == 0.0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("direction", ["d2h", "h2d"])
+def test_ranks_that_share_a_port_get_equal_parts(num_ranks, direction):
+    """A copy of 40 ms alone: two ranks that copy at once take 80 ms each, three 120 ms."""
+    tries = [seconds_of_copies_at_once(num_ranks, direction) for _ in range(4)]
+    # Who starts late leaves the others more, and a busy machine wakes threads late: not each time.
+    assert all(max(seconds) > 0.9 * 40e-3 * num_ranks for seconds in tries)
+    assert any(min(seconds) > 0.7 * 40e-3 * num_ranks for seconds in tries)
+    assert min(map(max, tries)) < 40e-3 * (num_ranks + 0.9)
+
+
+def seconds_of_copies_at_once(num_ranks, direction):
+    """Of each rank, how long its copy took."""
+    link = HostLink(NUM_BYTES / 40e-3 / 1e9)
+    hosts = [HostRuntime(link=link) for _ in range(num_ranks)]
+    start_line = threading.Barrier(num_ranks)
+    seconds = []
+
+    def rank(host):
+        slot, source = host.allocate_pinned(NUM_BYTES), random_bytes()
+        ready = host.record_event(host.compute_stream(CPU))
+        stream = getattr(host, f"{direction}_stream")(CPU)
+        host.wait_event(stream, ready)
+        start_line.wait()
+        start = time.perf_counter()
+        host.copy(*((slot, source) if direction == "d2h" else (source, slot)), stream)
+        host.synchronize(host.record_event(stream))
+        seconds.append(time.perf_counter() - start)
+
+    threads = [threading.Thread(target=rank, args=(host,)) for host in hosts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(seconds) == num_ranks
+    return seconds
+
+
+def test_a_link_is_given_once():
+    with pytest.raises(ValueError, match=r"link_gb_per_s = 1\.0 and link are both given"):
+        HostRuntime(link_gb_per_s=1.0, link=HostLink(1.0))
+    with pytest.raises(ValueError, match="gb_per_s = 0 is not allowed"):
+        HostLink(0)
 
 
 @pytest.mark.parametrize("has_copies", [False, True])
@@ -450,18 +569,14 @@ class FakeStream:
 class FakeTorch:
     """torch with an accelerator of two devices, as far as `titan_offload.runtime` sees it."""
 
-    def __init__(self, register_error: int = 0) -> None:
+    def __init__(self) -> None:
         self.log: list[str] = []
         self.current = FakeStream(self.log, torch.device("cuda", 0), "compute")
         self.num_streams = 0
         self.events: list[types.SimpleNamespace] = []
-        self.on_register = lambda: None
-        self.register_error = register_error
         self.accelerator = types.SimpleNamespace(
             current_accelerator=lambda check_available: torch.device("cuda"), current_stream=lambda device: self.current
         )
-        cudart = types.SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.unregister)
-        self.cuda = types.SimpleNamespace(cudart=lambda: cudart, check_error=self.check_error)
 
     def __getattr__(self, name: str) -> object:
         return getattr(torch, name)
@@ -477,24 +592,11 @@ class FakeTorch:
         self.events.append(event)
         return event
 
-    def register(self, pointer: int, num_bytes: int, flags: int) -> int:
-        self.on_register()
-        self.log.append(f"register {num_bytes}")
-        return self.register_error
-
-    def unregister(self, pointer: int) -> int:
-        self.log.append("unregister")
-        return 0
-
-    def check_error(self, error: int) -> None:
-        self.log.append(f"check error {error}")
-
 
 @pytest.fixture
-def fake(monkeypatch, tmp_path):
+def fake(monkeypatch):
     fake = FakeTorch()
     monkeypatch.setattr(titan_offload.runtime, "torch", fake)
-    monkeypatch.setattr(titan_offload.runtime.tempfile, "gettempdir", lambda: str(tmp_path))
     return fake
 
 
@@ -563,59 +665,6 @@ def test_accelerator_timed_wait_for_what_is_done_takes_no_events(fake):
         runtime.compute_stream(torch.device("cuda", 0)), types.SimpleNamespace(query=lambda: True)
     )
     assert (wait(), fake.log, fake.events) == (0.0, ["wait on compute"], [])
-
-
-def test_slab_is_mapped_registered_and_unregistered(fake):
-    runtime = AcceleratorRuntime()
-    buffer = runtime.allocate_pinned(3 * 4096 + 512)
-    assert (buffer.dtype, buffer.numel()) == (torch.uint8, 3 * 4096 + 512)
-    assert int(buffer.sum()) == 0
-    buffer.fill_(1)
-    runtime.free_pinned(buffer)
-    assert fake.log == [f"register {3 * 4096 + 512}", "unregister", "check error 0"]
-
-
-def test_failing_registration_names_pinned_host_memory(fake):
-    """F87: a bare "CUDA error: out of memory" hides that host memory is meant."""
-    fake.register_error = 2
-    with pytest.raises(RuntimeError, match=r"0\.01 GiB of pinned host memory \(error 2\).*pinned_budget_gib"):
-        AcceleratorRuntime().allocate_pinned(10 * 1024**2)
-
-
-def test_ranks_of_a_host_pin_one_at_a_time(fake, tmp_path):
-    """Guards: `_one_rank_at_a_time` around registration, and that it ends."""
-    taken = []
-
-    def try_lock():
-        [path] = tmp_path.iterdir()
-        with path.open("w") as lock, contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            taken.append(True)
-            return
-        taken.append(False)
-
-    fake.on_register = try_lock
-    AcceleratorRuntime().allocate_pinned(4096)
-    try_lock()
-    assert taken == [False, True]
-
-
-def test_pinned_memory_without_registration_comes_from_torch(fake, monkeypatch):
-    monkeypatch.setattr(fake, "empty", lambda *args, **kwargs: (args, kwargs), raising=False)
-    runtime = AcceleratorRuntime("xpu")
-    assert runtime.allocate_pinned(640) == ((640,), {"dtype": torch.uint8, "pin_memory": True})
-    assert runtime.pinned_bytes(640) == 1024
-    runtime.free_pinned(torch.empty(0))
-    assert fake.log == []
-
-
-def test_pinned_bytes_round_up_to_a_power_of_two_only_without_registration(fake):
-    """field.md, F72 and F74: what torch's pinned allocator takes for what was asked for."""
-    mib, gib = 1024**2, 1024**3
-    exact = [80 * mib, int(20.4 * gib), int(2.25 * gib), 4 * gib, 4 * gib + 1, 512, 1]
-    rounded = [128 * mib, 32 * gib, 4 * gib, 4 * gib, 8 * gib, 512, 1]
-    assert [AcceleratorRuntime("xpu").pinned_bytes(num_bytes) for num_bytes in exact] == rounded
-    assert [AcceleratorRuntime("cuda").pinned_bytes(num_bytes) for num_bytes in exact] == exact
 
 
 def test_no_accelerator_is_said(fake):

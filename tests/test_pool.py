@@ -1,17 +1,21 @@
 """PinnedPool on a runtime whose slabs take no memory: sizes, reuse, growth, budget, and which events a slot carries."""
 
+import logging
 import math
 import random
+import weakref
+from collections import Counter
 
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
 
-import titan_offload.pool
+from titan_offload.pinned_memory import MAX_BYTES, MAX_BYTES_OF_OLD_KERNELS
 from titan_offload.pool import ALIGNMENT, PinnedPool
 
 MIB = 1024**2
+GIB = 1024**3
 
 
 class FakeEvent:
@@ -24,17 +28,19 @@ class FakeEvent:
 class FakeRuntime:
     """What a pool asks of a runtime. Slabs are meta tensors: they have sizes, offsets and identities, and no bytes."""
 
-    def __init__(self, *, rounds: bool = False) -> None:
+    def __init__(self, *, rounds: bool = False, max_pinned_bytes: int = MAX_BYTES) -> None:
         self.slabs: dict[int, torch.Tensor] = {}
         self.log: list[tuple[str, int]] = []
         self.synchronized: list[FakeEvent] = []
         self.on_free = lambda buffer: None
-        self.refuses = False
+        self.refuses = lambda num_bytes: False
         self.rounds = rounds
+        self.max_pinned_bytes = max_pinned_bytes
 
     def allocate_pinned(self, num_bytes: int) -> torch.Tensor:
-        if self.refuses:
-            raise RuntimeError("pinned host memory refused")
+        if self.refuses(num_bytes):
+            self.log.append(("refuse", num_bytes))
+            raise RuntimeError("no pinned host memory: out of memory (2)")
         self.log.append(("allocate", num_bytes))
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
         self.slabs[slab_of(buffer)] = buffer
@@ -112,10 +118,9 @@ def test_many_small_slots_make_few_slabs():
     assert pool.num_slabs == pool.num_grown <= 128 + 75 * math.log(20_000 / 128)
 
 
-def test_slabs_made_ahead_are_bounded(monkeypatch):
-    """Guards: `MAX_SLAB_BYTES` in `_grow`."""
-    monkeypatch.setattr(titan_offload.pool, "MAX_SLAB_BYTES", 5 * ALIGNMENT)
-    pool = make_pool()
+def test_slabs_made_ahead_are_bounded():
+    """Guards: `_max_slab_bytes` in `_grow`."""
+    pool = make_pool(max_pinned_bytes=5 * ALIGNMENT)
     for _ in range(1000):
         pool.allocate(2 * ALIGNMENT)
     assert max(num_bytes for _, num_bytes in pool._runtime.log) == 4 * ALIGNMENT
@@ -354,24 +359,296 @@ def test_a_scrubbed_slot_carries_the_scrubbers_event():
     assert pool.allocate(700).events == (scrubbed,)
 
 
+# Reserved slabs
+
+
+@pytest.mark.parametrize(
+    ("slots", "slabs"),
+    [
+        ([(80 * MIB, 36)], [36 * 80]),
+        ([(80 * MIB, 36), (5 * MIB, 100)], [36 * 80, 500]),
+        ([(80 * MIB, 6), (5 * MIB, 4), (80 * MIB, 4)], [800, 20]),
+        ([(80 * MIB, 0), (5 * MIB, 1)], [5]),
+        ([(80 * MIB, 1700)], [65520, 65520, 62 * 80]),
+        ([(70 * 1024 * MIB, 2)], [70 * 1024] * 2),  # more than a slab should have, but a slot is not divided
+        ([], []),
+    ],
+)
+def test_reserve_makes_few_large_slabs_of_whole_slots(slots, slabs):
+    """Guards: `_plan`, `_num_that_fit` and `max_pinned_bytes` in it."""
+    pool = make_pool()
+    progress = []
+    assert pool.reserve(slots, lambda *numbers: progress.append(numbers)) == sum(slabs) * MIB
+    assert pool._runtime.log == [("allocate", mib * MIB) for mib in slabs]
+    assert progress == [(sum(slabs[: num + 1]) * MIB, sum(slabs) * MIB) for num in range(len(slabs))]
+    assert (pool.bytes_pinned, pool.num_grown, pool.bytes_in_use) == (sum(slabs) * MIB, len(slabs), 0)
+    for num_bytes, count in slots:
+        assert None not in [pool.allocate(num_bytes) for _ in range(count)]
+    assert (pool.bytes_pinned, pool.num_grown, pool.bytes_in_use) == (sum(slabs) * MIB, len(slabs), sum(slabs) * MIB)
+
+
+def test_reserve_on_a_kernel_that_pins_2_gb_at_once():
+    """F93. Guards: `max_pinned_bytes` in `_num_that_fit`."""
+    pool = make_pool(max_pinned_bytes=MAX_BYTES_OF_OLD_KERNELS)
+    assert pool.reserve([(80 * MIB, 60)]) == 60 * 80 * MIB
+    assert pool._runtime.log == [("allocate", num * 80 * MIB) for num in (23, 23, 14)]
+    assert 23 * 80 * MIB <= 2_000_000_000 < 24 * 80 * MIB
+
+
+@pytest.mark.parametrize(
+    ("budget_mib", "slabs"), [(0, []), (79, [75]), (80, [80]), (94, [80, 10]), (240, [240]), (251, [240, 10])]
+)
+def test_reserve_takes_whole_slots_within_the_budget(budget_mib, slabs):
+    """The first shapes go first. Guards: ``room`` in `_num_that_fit`."""
+    pool = make_pool(budget_mib * MIB)
+    progress = []
+    got = pool.reserve([(80 * MIB, 3), (5 * MIB, 40)][: 1 if budget_mib == 80 else 2], lambda *p: progress.append(p))
+    if budget_mib in (80, 240):
+        assert got == budget_mib * MIB
+    assert got == pool.bytes_pinned == sum(slabs) * MIB <= budget_mib * MIB
+    assert pool._runtime.log == [("allocate", mib * MIB) for mib in slabs]
+    assert not slabs or progress[-1] == (got, got)
+
+
+def test_reserve_counts_what_the_runtime_really_pins():
+    """36 slots of 80 MiB in one slab would pin 4 GiB for 2.8; each for itself 4.5. Guards: ``limit`` and the bisection
+    in `_num_that_fit`."""
+    pool = make_pool(rounds=True)
+    assert pool.reserve([(80 * MIB, 36)]) == 36 * 80 * MIB
+    assert pool._runtime.log == [("allocate", num * 80 * MIB) for num in (25, 6, 3, 1, 1)]
+    assert pool.bytes_pinned == (2048 + 512 + 256 + 128 + 128) * MIB
+    short = make_pool(2880 * MIB, rounds=True)
+    assert short.reserve([(80 * MIB, 36)]) == 34 * 80 * MIB
+    assert short.bytes_pinned == (2048 + 512 + 256) * MIB
+    capped = make_pool(rounds=True, max_pinned_bytes=MAX_BYTES_OF_OLD_KERNELS)
+    assert capped.reserve([(80 * MIB, 36)]) == 36 * 80 * MIB
+    assert max(capped._runtime.pinned_bytes(num_bytes) for _, num_bytes in capped._runtime.log) == GIB
+
+
+def test_reserve_makes_only_what_is_missing():
+    pool = make_pool()
+    pool.reserve([(80 * MIB, 6)])
+    assert pool.reserve([(80 * MIB, 4)]) == 4 * 80 * MIB
+    slot = pool.allocate(80 * MIB)
+    assert pool.reserve([(5 * MIB, 2), (80 * MIB, 7)]) == (10 + 7 * 80) * MIB
+    assert pool._runtime.log == [("allocate", mib * MIB) for mib in (480, 10, 160)]
+    pool.free(slot, None)
+
+
+@hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(1, 9 * ALIGNMENT), st.integers(1, 12)), max_size=4), st.randoms(), st.booleans()
+)
+def test_steps_of_reserved_shapes_make_no_slab_in_any_order(slots, rng, rounds):
+    """Guards: that reserved slabs are cut into slots: else small tensors would eat into slabs for large ones."""
+    pool = make_pool(rounds=rounds)
+    pool.reserve(slots)
+    num_grown = pool.num_grown
+    sizes = [num_bytes for num_bytes, count in slots for _ in range(count)]
+    for _ in range(3):
+        rng.shuffle(sizes)
+        live = [pool.allocate(size) for size in sizes]
+        assert None not in live
+        rng.shuffle(live)
+        events = [FakeEvent() for _ in live]
+        for slot, event in zip(live, events, strict=True):
+            pool.free(slot, event)
+    assert (pool.num_grown, pool.bytes_in_use) == (num_grown, 0)
+    assert all(len(slot.events) == 1 for slot in [pool.allocate(size) for size in sizes])
+
+
+@pytest.mark.parametrize("odd", [79, 81, 40, 39, 700, 1])
+def test_reserved_slabs_get_their_slots_back_after_a_step_of_another_shape(odd):
+    """The budget is what the usual shapes need. Guards: `_cut` in `free`, and `is_recut` of split and joined slabs."""
+    pool = make_pool(820 * MIB)
+    usual = [80 * MIB] * 10 + [5 * MIB] * 4
+    pool.reserve(Counter(usual).items())
+    log = list(pool._runtime.log)
+    for sizes in (usual, [odd * MIB] * 20, usual, [odd * MIB], usual):
+        slots = [pool.allocate(size) for size in sizes]
+        if sizes is usual:
+            assert None not in slots
+        assert slots[0] is not None
+        events = [FakeEvent() for _ in slots]
+        for slot, event in zip(slots, events, strict=True):
+            if slot is not None:
+                pool.free(slot, event)
+    assert pool._runtime.log == log
+
+
+def test_slots_of_a_slab_that_was_cut_otherwise_carry_the_events_of_what_was_there():
+    """Guards: the events in `_cut`."""
+    pool = make_pool()
+    pool.reserve([(80 * MIB, 3)])
+    slots = [pool.allocate(120 * MIB), pool.allocate(100 * MIB)]
+    events = [FakeEvent(), FakeEvent()]
+    events[0].is_done = True
+    for slot, event in zip(slots, events, strict=True):
+        pool.free(slot, event)
+    assert [pool.allocate(80 * MIB).events for _ in range(3)] == [(events[1],)] * 3
+    assert (pool.num_grown, pool._runtime.synchronized) == (1, [])
+
+
+def test_a_reserved_slab_that_was_one_slot_is_cut_anew():
+    """Guards: ``is_recut`` in `_join_free_slab`."""
+    pool = make_pool()
+    pool.reserve([(80 * MIB, 3)])
+    event = FakeEvent()
+    pool.free(pool.allocate(240 * MIB), event)
+    assert pool.reserve([(80 * MIB, 3)]) == 240 * MIB
+    assert [pool.allocate(80 * MIB).events for _ in range(3)] == [(event,)] * 3
+    assert pool.num_grown == 1
+
+
+def test_a_reserved_slab_that_is_cut_as_it_should_be_is_left_alone():
+    """A slot waits for its own last user, not for those of the whole slab. Guards: ``is_recut`` in `free`."""
+    pool = make_pool()
+    pool.reserve([(80 * MIB, 3)])
+    slots = [pool.allocate(80 * MIB) for _ in range(3)]
+    events = {place_of(slot): FakeEvent() for slot in slots}
+    for slot in slots:
+        pool.free(slot, events[place_of(slot)])
+    assert all(slot.events == (events[place_of(slot)],) for slot in [pool.allocate(80 * MIB) for _ in range(3)])
+
+
+def test_what_is_reserved_gives_way_to_shapes_that_grow():
+    """Freed first, then made. Guards: the order in `_grow`."""
+    pool = make_pool(500 * MIB)
+    pool.reserve([(80 * MIB, 5), (25 * MIB, 4)])
+    live = pool.allocate(80 * MIB)
+    assert pool.allocate(450 * MIB) is None
+    pool.free(live, None)
+    assert pool.allocate(450 * MIB) is not None
+    assert pool._runtime.log[2:] == [("free", 100 * MIB), ("free", 400 * MIB), ("allocate", 450 * MIB)]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_memory_that_is_given_back_is_gone_before_more_is_asked_for(refuses):
+    """Not only when somebody collects garbage. Guards: that nothing in `_grow` and `_release` holds on to a slab."""
+    pool = make_pool()
+    pool.free(pool.allocate(3 * MIB), None)
+    pool.reserve([(MIB, 2)])
+    pool.free(pool.allocate(MIB), FakeEvent())
+    runtime = pool._runtime
+    freed, alive = [], []
+    runtime.on_free = lambda buffer: freed.append(weakref.ref(buffer))
+    runtime.refuses = lambda num_bytes: alive.extend(ref() is not None for ref in freed) or refuses
+    assert (pool.allocate(6 * MIB) is None) == refuses
+    assert alive == [False, False]
+    assert runtime.log[-3:-1] == [("free", 2 * MIB), ("free", 3 * MIB)]
+
+
+def test_many_small_slots_are_cut_and_joined_in_good_time():
+    """100,000 slots; going through all of them for each would take minutes. Guards: `_clear`."""
+    pool = make_pool()
+    pool.reserve([(ALIGNMENT, 100_000)])
+    for size in (2 * ALIGNMENT, ALIGNMENT):
+        pool.free(pool.allocate(size), FakeEvent())
+    pool.retire()
+    assert pool._runtime.log == [("allocate", 100_000 * ALIGNMENT), ("free", 100_000 * ALIGNMENT)]
+
+
 # Refusal by the machine
 
 
-def test_refused_memory_leaves_the_pool_as_it_can_be_used_on():
-    """A driver that refuses: RuntimeError passes through; nothing is half counted. Guards: the order in `_grow`."""
+def train_on_what_there_is(pool: PinnedPool, num_slots: int, num_steps: int = 3) -> list[int]:
+    """For each step, how many of ``num_slots`` tensors of 80 MiB found room."""
+    found = []
+    for _ in range(num_steps):
+        slots = [slot for slot in (pool.allocate(80 * MIB) for _ in range(num_slots)) if slot is not None]
+        found.append(len(slots))
+        for slot in slots:
+            pool.free(slot, FakeEvent())
+    return found
+
+
+def test_a_refused_slab_is_asked_for_once_more_an_eighth_of_it(caplog):
+    """Guards: `SMALLER`, and that all later slabs are as small."""
     pool = make_pool()
+    pool._runtime.refuses = lambda num_bytes: num_bytes > 5 * 80 * MIB
+    progress = []
+    assert pool.reserve([(80 * MIB, 36), (200 * MIB, 3)], lambda *p: progress.append(p)) == (36 * 80 + 600) * MIB
+    assert pool._runtime.log == [
+        ("refuse", 36 * 80 * MIB),
+        *[("allocate", 4 * 80 * MIB)] * 9,
+        *[("allocate", 200 * MIB)] * 3,
+    ]
+    assert progress[0] == (4 * 80 * MIB, (36 * 80 + 600) * MIB)
+    assert progress[-1] == ((36 * 80 + 600) * MIB, (36 * 80 + 600) * MIB)
+    assert train_on_what_there_is(pool, 36) == [36] * 3
+    assert (pool.refusal, caplog.records) == (None, [])
+
+
+@pytest.mark.parametrize(("small_slabs", "has_budget"), [(0, True), (3, True), (3, False)])
+def test_memory_refused_twice_is_never_asked_for_again(caplog, small_slabs, has_budget):
+    """F87, F88: the pool stays at what it has and says so once. Guards: ``refusal``."""
+    pool = make_pool(4000 * MIB if has_budget else None)
+    runtime = pool._runtime
+    runtime.refuses = lambda num_bytes: len(runtime.slabs) == small_slabs or num_bytes > 320 * MIB
+    with caplog.at_level(logging.WARNING):
+        got = pool.reserve([(80 * MIB, 36), (5 * MIB, 8)])
+        made = [("allocate", 320 * MIB)] * small_slabs
+        log = [("refuse", 2880 * MIB), *made, ("refuse", 320 * MIB)]
+        assert (got, pool.bytes_pinned, runtime.log) == (small_slabs * 320 * MIB,) * 2 + (log,)
+        runtime.refuses = lambda num_bytes: False
+        assert train_on_what_there_is(pool, 36) == [4 * small_slabs] * 3
+        assert pool.reserve([(80 * MIB, 36)]) == small_slabs * 320 * MIB
+        assert (pool.allocate(100 * MIB) is None) == (small_slabs == 0)  # takes it from what is free
+        assert pool.allocate(1000 * MIB) is None
+    assert runtime.log == log
+    assert pool.refusal == "no pinned host memory: out of memory (2)"
+    assert pool.budget_bytes == (4000 * MIB if has_budget else 960 * MIB)
+    [record] = caplog.records
+    text = record.getMessage()
+    assert "pinned host memory, which is not device memory: no pinned host memory: out of memory (2)" in text
+    assert "asked for 0.312 GiB, and 2.812 GiB at once before" in text
+    expected = (
+        ("it has 0.938 GiB", "pinned_budget_gib to at most 0.938") if small_slabs else ("0.000 GiB", 'mode to "none"')
+    )
+    assert all(part in text for part in expected)
+
+
+def test_growth_that_is_refused_frees_first_and_does_not_try_again(caplog):
+    """A slab of one slot cannot be smaller. Guards: the order in `_grow`, and ``refusal`` in it before the release."""
+    pool = make_pool(100 * MIB)
     first = pool.allocate(MIB)
     pool.free(pool.allocate(2 * MIB), None)
-    pool._runtime.refuses = True
-    with pytest.raises(RuntimeError, match="pinned host memory"):
-        pool.allocate(3 * MIB)
-    slabs = pool._runtime.slabs.values()
-    assert pool.bytes_pinned == sum(map(torch.Tensor.numel, slabs))
-    assert (pool.bytes_in_use, pool.num_slots_in_use, pool.num_slabs) == (MIB, 1, len(slabs))
+    pool._runtime.refuses = lambda num_bytes: True
+    assert pool.allocate(3 * MIB) is None
+    assert pool._runtime.log[2:] == [("free", 2 * MIB), ("refuse", 3 * MIB)]
+    assert (pool.bytes_pinned, pool.bytes_in_use, pool.num_slots_in_use, pool.num_slabs) == (MIB, MIB, 1, 1)
     pool.free(first, None)
+    pool._runtime.refuses = lambda num_bytes: False
+    assert pool.allocate(3 * MIB) is None
     assert pool.allocate(MIB) is not None  # from what is free
-    pool._runtime.refuses = False
-    assert pool.allocate(3 * MIB).buffer.numel() == 3 * MIB
+    assert len(pool._runtime.log) == 4
+    assert len(caplog.records) == 1
+
+
+def test_refused_growth_ahead_of_need_falls_back_to_what_is_needed(caplog):
+    pool = make_pool()
+    for _ in range(640):
+        pool.allocate(MIB)
+    largest = max(num_bytes for _, num_bytes in pool._runtime.log)
+    assert largest > 4 * MIB
+    pool._runtime.refuses = lambda num_bytes: num_bytes > MIB
+    log = len(pool._runtime.log)
+    assert None not in [pool.allocate(MIB) for _ in range(30)]
+    tried = pool._runtime.log[log:]
+    assert [kind for kind, _ in tried].count("refuse") == 1
+    assert tried[-1] == ("allocate", MIB)
+    assert (pool.refusal, caplog.records) == (None, [])
+
+
+def test_a_refused_pool_goes_back_when_it_retires():
+    pool = make_pool()
+    pool.reserve([(80 * MIB, 2)])
+    slot = pool.allocate(80 * MIB)
+    pool._runtime.refuses = lambda num_bytes: True
+    assert pool.allocate(200 * MIB) is None
+    pool.retire()
+    pool.free(slot, None)
+    assert (pool.num_slabs, pool.bytes_pinned, pool._runtime.slabs) == (0, 0, {})
 
 
 # Any sequence
@@ -380,6 +657,7 @@ OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("allocate"), st.integers(1, 12 * ALIGNMENT)),
         st.tuples(st.just("refused"), st.integers(1, 12 * ALIGNMENT)),
+        st.tuples(st.sampled_from(["reserve", "refused reserve"]), st.integers(1, 6 * ALIGNMENT)),
         st.tuples(st.sampled_from(["free", "free without copy"]), st.integers(0, 99)),
         st.tuples(st.just("done"), st.integers(0, 99)),
     ),
@@ -391,6 +669,7 @@ class Model:
     """What must hold of a pool, kept by cell of `ALIGNMENT` bytes: who is in it, and which copy was last in it."""
 
     def __init__(self, budget_bytes: int | None, rounds: bool) -> None:
+        self.budget_bytes = budget_bytes
         self.pool = make_pool(budget_bytes, rounds=rounds)
         self.runtime = self.pool._runtime
         self.runtime.on_free = self.check_freed
@@ -411,16 +690,29 @@ class Model:
         for key in [key for key in self.last if key[0] == slab]:
             assert self.last.pop(key).is_done, "a slab was given back before its copies were done"
 
+    def reserve(self, num_bytes: int, refuses: bool = False) -> None:
+        """As many slots as the number says; a machine that refuses does so above 3 cells."""
+        count, size = num_bytes % 9, -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        self.runtime.refuses = lambda num_bytes: refuses and num_bytes > 3 * ALIGNMENT
+        got = self.pool.reserve([(num_bytes, count)])
+        self.runtime.refuses = lambda num_bytes: False
+        assert got in range(0, count * size + 1, size)
+        if self.pool.refusal is None and got < count * size:
+            assert self.pool.bytes_pinned + self.runtime.pinned_bytes(size) > self.pool.budget_bytes, "there was room"
+        for _ in range(got // size):
+            log = list(self.runtime.log)
+            self.allocate(num_bytes)
+            assert self.runtime.log == log, "it was not there"
+
     def allocate(self, num_bytes: int, refuses: bool = False) -> None:
-        self.runtime.refuses = refuses
-        log = list(self.runtime.log)
-        try:
-            slot = self.pool.allocate(num_bytes)
-        except RuntimeError:
-            assert refuses
+        self.runtime.refuses = lambda num_bytes: refuses
+        log, was_refused = list(self.runtime.log), self.pool.refusal is not None
+        slot = self.pool.allocate(num_bytes)
+        self.runtime.refuses = lambda num_bytes: False
+        if was_refused:
+            assert self.runtime.log == log, "asked again"
+        if slot is None and self.pool.refusal is not None:
             return
-        finally:
-            self.runtime.refuses = False
         if slot is None:
             assert self.runtime.log == log, "nothing is released or made in vain"
             used = {slab for slab, _ in self.owner}
@@ -457,7 +749,7 @@ class Model:
         assert pool.num_slots_in_use == len(self.live)
         assert (pool.bytes_pinned, pool.num_slabs) == (pinned, len(self.runtime.slabs))
         assert pool.bytes_in_use <= pool.bytes_pinned <= pool.peak_bytes_pinned
-        assert pool.budget_bytes is None or pool.peak_bytes_pinned <= pool.budget_bytes
+        assert self.budget_bytes is None or pool.peak_bytes_pinned <= self.budget_bytes
         free = sum(extent.size for extents in pool._free.values() for extent in extents)
         assert free + pool.bytes_in_use == sum(slab.numel() for slab in self.runtime.slabs.values())
 
@@ -473,6 +765,8 @@ def test_any_sequence_of_allocate_and_free(operations, budget, rounds):
                 model.allocate(number)
             case "refused":
                 model.allocate(number, refuses=True)
+            case "reserve" | "refused reserve":
+                model.reserve(number, refuses=operation != "reserve")
             case "free":
                 model.free(number)
             case "free without copy":
@@ -490,6 +784,6 @@ def test_any_sequence_of_allocate_and_free(operations, budget, rounds):
         assert len(model.live) == 1
         assert model.runtime.log == log
         model.free(0)
-    if budget is not None and (whole := budget // ALIGNMENT * ALIGNMENT) and not rounds:
+    if model.pool.refusal is None and budget is not None and (whole := budget // ALIGNMENT * ALIGNMENT) and not rounds:
         model.allocate(whole)
         assert len(model.live) == 1

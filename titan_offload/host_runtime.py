@@ -17,10 +17,11 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 
+from titan_offload.config import GIB
 from titan_offload.runtime import Runtime, Wait
 
 PATTERN = 0xFF
@@ -33,6 +34,11 @@ class HostEvent:
     def __init__(self, clock: dict[str, int]) -> None:
         self.clock = clock
         self.done = threading.Event()
+        self.time = 0.0  # when it was done, in seconds of `time.perf_counter`
+
+    def finish(self) -> None:
+        self.time = time.perf_counter()
+        self.done.set()
 
 
 class HostStream:
@@ -56,28 +62,112 @@ class HostStream:
         return moment is None or self.clock.get(moment[0], 0) >= moment[1]
 
 
+class HostLink:
+    """An emulated port, which host runtimes of any threads of the process may share.
+
+    Each direction is on its own; while n copies of one are under way, each has 1/n of its speed. What they have had is
+    reckoned from the clock, not from when a thread woke: lateness neither adds up within a copy nor slows the others.
+
+    Args:
+        gb_per_s: speed of each direction in 1e9 bytes per second.
+
+    Raises:
+        ValueError: the speed is not above 0.
+    """
+
+    def __init__(self, gb_per_s: float) -> None:
+        if not gb_per_s > 0:
+            raise ValueError(f"gb_per_s = {gb_per_s!r} is not allowed: set it to a number above 0")
+        self.gb_per_s = gb_per_s
+        self._lanes = {"d2h": Lane(), "h2d": Lane()}
+
+    def carry(self, direction: str, num_bytes: int, spent_s: float = 0.0) -> None:
+        """Blocks for as long as ``num_bytes`` take in ``direction`` (``"d2h"`` or ``"h2d"``).
+
+        Args:
+            spent_s: how much of that, were it alone, the caller spends elsewhere.
+        """
+        lane = self._lanes[direction]
+        copy, pause_s = lane.start(num_bytes / (self.gb_per_s * 1e9) - spent_s, time.perf_counter())
+        while pause_s > 0:
+            time.sleep(pause_s)
+            pause_s = lane.pause(copy, time.perf_counter())
+
+
+class Lane:
+    """One direction of a link, divided equally among its copies. All times are in seconds."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left: dict[object, float] = {}  # by copy, what it still needs of the whole lane
+        self._now = 0.0
+
+    def start(self, needed: float, now: float) -> tuple[object, float]:
+        """Lets a copy on that would take ``needed`` alone. Returns it, and its first `pause`."""
+        copy = object()
+        with self._lock:
+            self._advance(now)
+            self._left[copy] = max(0.0, needed)
+        return copy, self.pause(copy, now)
+
+    def pause(self, copy: object, now: float) -> float:
+        """When to ask again: the earliest that any copy can end. 0: ``copy`` has ended, and is no longer known."""
+        with self._lock:
+            self._advance(now)
+            if self._left[copy] == 0:
+                del self._left[copy]
+                return 0.0
+            active = self._active()
+            return min(active.values()) * len(active)
+
+    def _active(self) -> dict[object, float]:
+        return {copy: left for copy, left in self._left.items() if left > 0}
+
+    def _advance(self, now: float) -> None:
+        elapsed, self._now = max(0.0, now - self._now), max(now, self._now)
+        while elapsed > 0 and (active := self._active()):
+            share = min(elapsed / len(active), min(active.values()))
+            self._left |= {copy: left - share for copy, left in active.items()}
+            elapsed = 0.0 if share == elapsed / len(active) else elapsed - share * len(active)
+
+
 class HostRuntime(Runtime):
     """Offload between two regions of host memory, for machines without an accelerator and for tests.
 
     Args:
         link_gb_per_s: speed of each direction in 1e9 bytes per second. None: as fast as the memory copies.
+        link: a link that other runtimes use too, in place of ``link_gb_per_s``.
         jitter_ms: each copy arrives up to this many milliseconds late. Default 0.
         seed: of the jitter.
         strict: fill patterns and check the order of every copy. Default True; off for measurements of host time.
 
+    Attributes:
+        num_pinned_allocations: calls of `allocate_pinned` so far.
+        fail_pinned_at: numbers of the calls, from 1, that fail as a driver's would. Default: none.
+
     Raises:
+        ValueError: both ``link`` and ``link_gb_per_s`` are given.
         AssertionError: (strict) a copy is not ordered after what it depends on, or its tensor was freed too early.
     """
 
     device_type = "cpu"
 
     def __init__(
-        self, *, link_gb_per_s: float | None = None, jitter_ms: float = 0.0, seed: int = 0, strict: bool = True
+        self,
+        *,
+        link_gb_per_s: float | None = None,
+        link: HostLink | None = None,
+        jitter_ms: float = 0.0,
+        seed: int = 0,
+        strict: bool = True,
     ) -> None:
-        self.link_gb_per_s = link_gb_per_s
+        if link is not None and link_gb_per_s is not None:
+            raise ValueError(f"link_gb_per_s = {link_gb_per_s!r} and link are both given: the link has a speed already")
+        self.link = HostLink(link_gb_per_s) if link_gb_per_s is not None else link
         self.jitter_ms = jitter_ms
         self.strict = strict
         self.num_pinned_allocations = 0
+        self.fail_pinned_at: Container[int] = ()
         self._random = random.Random(seed)
         self._compute = HostStream("compute", threaded=False)
         self._d2h = self._start_stream("d2h")
@@ -110,7 +200,7 @@ class HostRuntime(Runtime):
     def record_event(self, stream: HostStream) -> HostEvent:
         stream.tick()
         event = HostEvent(dict(stream.clock))
-        self._submit(stream, event.done.set)
+        self._submit(stream, event.finish)
         return event
 
     def wait_event(self, stream: HostStream, event: HostEvent) -> None:
@@ -123,6 +213,12 @@ class HostRuntime(Runtime):
         self.wait_event(stream, event)
         waited_ms = (time.perf_counter() - start) * 1e3
         return lambda: waited_ms
+
+    def record_timed_event(self, stream: HostStream) -> HostEvent:
+        return self.record_event(stream)
+
+    def elapsed_ms(self, start: HostEvent, end: HostEvent) -> float | None:
+        return (end.time - start.time) * 1e3 if end.done.is_set() else None
 
     def query(self, event: HostEvent) -> bool:
         if event.done.is_set():
@@ -140,11 +236,11 @@ class HostRuntime(Runtime):
             self._check_order(dst, src, stream)
         get_dst, get_src = self._hold(dst), self._hold(src)
         num_bytes, extra_s = src.numel(), self._random.uniform(0, self.jitter_ms) / 1e3
+        direction = "d2h" if dst.untyped_storage()._cdata in self._pinned else "h2d"
 
         def arrive() -> None:
-            if self.link_gb_per_s is not None:
-                link_s = num_bytes / (self.link_gb_per_s * 1e9)
-                time.sleep(max(0.0, link_s - num_bytes * self._memcpy_s_per_byte))
+            if self.link is not None:
+                self.link.carry(direction, num_bytes, spent_s=num_bytes * self._memcpy_s_per_byte)
             time.sleep(extra_s)
             start = time.perf_counter()
             get_dst().copy_(get_src())
@@ -163,6 +259,8 @@ class HostRuntime(Runtime):
 
     def allocate_pinned(self, num_bytes: int) -> torch.Tensor:
         self.num_pinned_allocations += 1
+        if self.num_pinned_allocations in self.fail_pinned_at:
+            raise RuntimeError(f"no {num_bytes / GIB:.2f} GiB of pinned host memory: refused by fail_pinned_at")
         buffer = torch.full((num_bytes,), PATTERN, dtype=torch.uint8)
         self._pinned.add(buffer.untyped_storage()._cdata)
         return buffer

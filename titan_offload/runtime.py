@@ -9,16 +9,17 @@ stream per direction and device. Nothing here blocks the host except `synchroniz
 """
 
 import contextlib
-import fcntl
-import mmap
-import os
-import tempfile
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from titan_offload import pinned_memory
+from titan_offload.config import GIB
+
+logger = logging.getLogger(__name__)
 
 Stream = Any
 """torch.Stream, or host_runtime.HostStream."""
@@ -31,9 +32,18 @@ Wait = Callable[[], float | None]
 
 
 class Runtime(ABC):
-    """What the engine asks of a device: order (streams, events), copies, device and pinned memory."""
+    """What the engine asks of a device: order (streams, events), copies, device and pinned memory.
+
+    Attributes:
+        device_type: such as ``"cuda"``.
+        numa_node: where pinned memory comes from, as far as the machine can tell. -1: from wherever. May be set until
+            the first allocation.
+        max_pinned_bytes: most that `allocate_pinned` should be asked for at once. One tensor may need more.
+    """
 
     device_type: str
+    numa_node: int = -1
+    max_pinned_bytes: int = pinned_memory.MAX_BYTES
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lives on this runtime's device."""
@@ -62,6 +72,15 @@ class Runtime(ABC):
     @abstractmethod
     def timed_wait(self, stream: Stream, event: Event) -> Wait:
         """`wait_event`, measured."""
+
+    @abstractmethod
+    def record_timed_event(self, stream: Stream) -> Event:
+        """`record_event`, of an event that `elapsed_ms` can take."""
+
+    @abstractmethod
+    def elapsed_ms(self, start: Event, end: Event) -> float | None:
+        """Milliseconds from ``start`` to ``end``, both of `record_timed_event` on one device and done in this order;
+        None while ``end`` is not done."""
 
     @abstractmethod
     def query(self, event: Event) -> bool:
@@ -124,9 +143,11 @@ class AcceleratorRuntime(Runtime):
             raise RuntimeError("there is no accelerator on this machine; use HostRuntime")
         self.device_type = device_type or accelerator.type
         self._streams: dict[tuple[str, torch.device], torch.Stream] = {}
+        self._unregister: dict[int, Callable[[], object]] = {}  # by address of the memory
         # Registration gives slabs of the exact size; torch's own pinned allocator rounds each request up to a power
         # of two (https://github.com/pytorch/pytorch/issues/95823).
         self._registers = self.device_type == "cuda"
+        self.max_pinned_bytes = pinned_memory.max_pinned_bytes()
 
     def compute_stream(self, device: torch.device) -> torch.Stream:
         return torch.accelerator.current_stream(device)
@@ -153,12 +174,18 @@ class AcceleratorRuntime(Runtime):
         if event.query():
             stream.wait_event(event)
             return lambda: 0.0
-        start = torch.Event(device=stream.device, enable_timing=True)
-        end = torch.Event(device=stream.device, enable_timing=True)
-        stream.record_event(start)
+        start = self.record_timed_event(stream)
         stream.wait_event(event)
-        stream.record_event(end)
-        return lambda: start.elapsed_time(end) if end.query() else None
+        end = self.record_timed_event(stream)
+        return lambda: self.elapsed_ms(start, end)
+
+    def record_timed_event(self, stream: torch.Stream) -> torch.Event:
+        event = torch.Event(device=stream.device, enable_timing=True)
+        stream.record_event(event)
+        return event
+
+    def elapsed_ms(self, start: torch.Event, end: torch.Event) -> float | None:
+        return start.elapsed_time(end) if end.query() else None
 
     def query(self, event: torch.Event) -> bool:
         return event.query()
@@ -181,39 +208,36 @@ class AcceleratorRuntime(Runtime):
         buffer.record_stream(stream)  # rare, so its price (memory that comes back late) does not matter
 
     def allocate_pinned(self, num_bytes: int) -> torch.Tensor:
-        # Drivers hold machine-wide locks while they pin; ranks that pin at once stall each other for minutes.
-        with _one_rank_at_a_time():
-            if not self._registers:
-                return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-            return _map_and_register(num_bytes)
+        try:
+            # Drivers hold machine-wide locks while they pin; ranks that pin at once stall each other for minutes.
+            with pinned_memory.one_rank_at_a_time():
+                if not self._registers:
+                    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+                buffer, unregister = pinned_memory.map_and_register(num_bytes, self._bind)
+                self._unregister[buffer.data_ptr()] = unregister
+                return buffer
+        except (RuntimeError, MemoryError, OSError) as error:
+            said = str(error).partition("\n")[0] or type(error).__name__  # torch appends lines on how to debug kernels
+            raise RuntimeError(
+                f"no {num_bytes / GIB:.2f} GiB of pinned host memory (host memory, not device memory): {said}"
+            ) from error
+
+    def _bind(self, address: int, num_bytes: int) -> None:
+        if self.numa_node < 0:
+            return
+        try:
+            pinned_memory.bind_to_node(address, num_bytes, self.numa_node)
+        except OSError as error:
+            logger.warning(
+                f"pinned memory cannot be taken from NUMA node {self.numa_node}, the device's ({error}): it comes from "
+                "wherever the threads of this process run, which can halve the speed of copies; start each rank on its "
+                "node (numactl), and allow mbind in the container (Docker: --cap-add SYS_NICE)"
+            )
+            self.numa_node = -1
 
     def free_pinned(self, buffer: torch.Tensor) -> None:
         if self._registers:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())))
+            self._unregister.pop(buffer.data_ptr())()
 
     def pinned_bytes(self, num_bytes: int) -> int:
         return num_bytes if self._registers else 1 << (num_bytes - 1).bit_length()
-
-
-def _map_and_register(num_bytes: int) -> torch.Tensor:
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A forked data loader worker must neither inherit these pages nor make them copy-on-write under a running DMA.
-    pages.madvise(mmap.MADV_DONTFORK)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    buffer = torch.frombuffer(pages, dtype=torch.uint8)
-    buffer.zero_()  # touched by all of torch's threads: several times faster than by the driver's one
-    error = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
-    if error:
-        raise RuntimeError(
-            f"the driver refused to register {num_bytes / 1024**3:.2f} GiB of pinned host memory (error {error}): "
-            "this is host memory, not device memory; lower activation_offload.pinned_budget_gib or free host memory"
-        )
-    return buffer
-
-
-@contextlib.contextmanager
-def _one_rank_at_a_time() -> Iterator[None]:
-    path = Path(tempfile.gettempdir()) / f"titan_offload_pin_{os.getuid()}.lock"
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
