@@ -16,7 +16,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 import titan_offload.engine
 import titan_offload.saved_tensor
-from titan_offload import HostRuntime, OffloadConfig, apply_offload
+from titan_offload import HostRuntime, OffloadConfig, SelectiveConfig, apply_offload
+from titan_offload.link import LinkRates, PortRates
 from titan_offload.tape import State
 
 FAST = {"link_gb_per_s": None, "jitter_ms": 0.0}
@@ -728,6 +729,220 @@ def test_budget_smaller_than_one_block_input_stops_at_once():
     with pytest.raises(ValueError, match=r"pinned_budget_gib = .* is smaller than one tensor to move: layers\.0"):
         model.loss(toy.make_tokens())
     assert toy.slots_in_use(offloader) == 0
+
+
+# limit = "link": after some steps, only what hides behind compute moves
+
+
+def limited(model, copies_per_forward=1.5, **config):
+    """Offload whose blocks take a second each, on a link that carries a block's input in so many of these seconds."""
+    offloader = toy.offload(model, limit="link", **config)
+    speed = toy.INPUT_BYTES / copies_per_forward / 1e9
+    rates = PortRates(speed, speed, speed / 100, speed / 100)
+    offloader.set_link(LinkRates(alone=PortRates(*[1e3] * 4), shared=rates))
+    watch = offloader.engine.watch
+    measured = watch.costs
+
+    def costs(part, num_blocks):
+        times_and_sizes = measured(part, num_blocks)
+        return times_and_sizes and ((1.0,) * num_blocks, times_and_sizes[1])
+
+    watch.costs = costs
+    return offloader
+
+
+def link_step(model, offloader, tokens, schedule=None):
+    model.zero_grad()
+    (schedule or (lambda: model.loss(tokens).backward()))()
+    return offloader.step_end()
+
+
+def test_link_limit_moves_all_first_and_then_what_hides(caplog):
+    """Before, at and after the choice, gradients are those of AC alone. Of six forwards, four copies of 1.5 fit.
+    Guards: `_why_stay`'s reason, and `NUM_WATCHED_STEPS`."""
+    model = toy.make_model()
+    offloader = limited(model)
+    moved = []
+    with caplog.at_level(logging.INFO):
+        for step in range(6):
+            tokens = toy.make_tokens(step)
+            stats = link_step(model, offloader, tokens)
+            toy.assert_same_grads(model, reference(tokens))
+            moved.append(stats.num_offloads)
+            kept = {"keep_last": (1, toy.INPUT_BYTES)}
+            if step >= 3:
+                kept["the copy would not hide behind compute"] = (1, toy.INPUT_BYTES)
+            assert stats.kept == kept
+    assert moved == [5, 5, 5, 4, 4, 4]
+    [choice] = offloader.link_choices
+    assert (choice.num_moved, choice.hidden_bytes) == (4, 4 * toy.INPUT_BYTES)
+    assert offloader.engine.watch is None
+    [line] = [record.getMessage() for record in caplog.records]
+    assert '"link": 4 of 6 blocks (layers.0 .. layers.3) go on moving' in line
+    assert f"stall each 24000.0 ms of blocks by {choice.stall_s_if_all * 1e3:.1f} ms" in line
+    assert choice.stall_s_if_all > 0
+    assert toy.slots_in_use(offloader) == 0
+
+
+@pytest.mark.parametrize("max_inflight", [1, 2])
+def test_link_limit_raises_that_of_the_stash(max_inflight):
+    """Copies of 2 forwards: six of twelve blocks move, and up to four are in the stash. Guards: `_drop_arrived`, and
+    `num_arrived` in `_make_room_in_stash`."""
+    model = toy.make_model(num_blocks=12)
+    offloader = limited(model, copies_per_forward=2, max_inflight_offloads=max_inflight)
+    engine, sizes = offloader.engine, []
+    engine.runtime.query = lambda event: False  # as on a device that the host runs ahead of
+    model.between = lambda i, h: (sizes.append(len(engine._stash)), h)[1]
+    for _ in range(3):
+        link_step(model, offloader, toy.make_tokens())
+    assert max(sizes) == max_inflight
+    sizes.clear()
+    link_step(model, offloader, toy.make_tokens())
+    [choice] = offloader.link_choices
+    arrived = [0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
+    assert (choice.num_moved, choice.num_arrived, choice.max_inflight_offloads) == (6, tuple(arrived), 4)
+    # Before block i runs: those that were packed, less those that had to be gone when block i - 1 started. Before the
+    # first, what is left of the step before.
+    assert sizes[1:] == [min(i, 6) - arrived[i - 1] for i in range(1, 12)]
+
+
+def test_no_limit_on_the_stash_stays_none():
+    model = toy.make_model()
+    offloader = limited(model, max_inflight_offloads=0)
+    for _ in range(3):
+        link_step(model, offloader, toy.make_tokens())
+    let_copies_end(offloader)
+    offloader.step_end()
+    offloader.engine.runtime.query = lambda event: False
+    loss = model.loss(toy.make_tokens())
+    assert len(offloader.engine._stash) == offloader.link_choices[0].num_moved == 4
+    let_copies_end(offloader)
+    loss.backward()
+
+
+def test_steps_without_backward_are_no_ground_for_a_choice():
+    """Nor is the first one with a backward, in which blocks are compiled. Guards: `ForwardWatch.step_end`."""
+    model = toy.make_model()
+    offloader = limited(model)
+    tokens = toy.make_tokens()
+    has_choice = []
+    for schedule in (
+        lambda: None,
+        lambda: model.loss(tokens),
+        lambda: model.loss(tokens).backward(),
+        lambda: model.loss(tokens),
+        lambda: model.loss(tokens).backward(),
+    ):
+        link_step(model, offloader, tokens, schedule)
+        has_choice.append(bool(offloader.link_choices))
+    assert has_choice == [False, False, False, False, True]
+
+
+def test_forwards_are_timed_without_their_waits():
+    """Guards: `waits` in `ForwardRecord`. Each block's input takes far longer to copy than the block to run, and waits
+    for the copy before the last one."""
+    model = toy.make_model()
+    offloader = toy.offload(model, limit="link", runtime=HostRuntime(link_gb_per_s=toy.INPUT_BYTES / 50e-3 / 1e9))
+    offloader.set_link(LinkRates(*[PortRates(1, 1, 1, 1)] * 2))
+    for _ in range(3):
+        stats = link_step(model, offloader, toy.make_tokens())
+    assert stats.d2h_wait_ms > 100
+    costs = offloader.link_choices[0].costs
+    assert all(0 < forward_s < 30e-3 for forward_s in costs.forward_s)
+    assert costs.num_bytes == (toy.INPUT_BYTES,) * 5 + (0,)
+    assert costs.d2h_bytes_per_s == 1e9
+
+
+def test_a_forward_that_raises_is_not_timed():
+    model = toy.make_model()
+    offloader = limited(model)
+    inner = model.layers["2"]._checkpoint_wrapped_module
+    hook = inner.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.loss(toy.make_tokens())
+    assert offloader.engine._watched is None
+    hook.remove()
+    [records] = offloader.engine.watch._of_step.values()
+    assert [record.index for record in records] == [0, 1]
+
+
+def test_microbatches_alive_at_once_reckon_with_both_ways():
+    """As in a pipeline: copies out of one forward run beside copies back for the backward of another."""
+    model = toy.make_model()
+    offloader = limited(model)
+    batches = [toy.make_tokens(seed) for seed in range(2)]
+
+    def both():
+        losses = [model.loss(tokens) for tokens in batches]
+        for loss in losses:
+            loss.backward()
+
+    for _ in range(4):
+        stats = link_step(model, offloader, None, both)
+    assert offloader.link_choices[0].num_moved == stats.num_offloads == 0  # a hundredth of the speed
+    assert stats.kept["the copy would not hide behind compute"] == (2 * 5, 2 * 5 * toy.INPUT_BYTES)
+
+
+def test_each_part_has_its_own_choice():
+    parts = [toy.make_model(seed=seed, num_blocks=num) for seed, num in ((0, 6), (1, 3))]
+    offloader = limited(parts[0])
+    offloader.attach(parts[1])
+
+    def both():
+        for part in parts:
+            part.loss(toy.make_tokens()).backward()
+
+    for _ in range(4):
+        for part in parts:
+            part.zero_grad()
+        stats = link_step(parts[0], offloader, None, both)
+    assert [choice.num_moved for choice in offloader.link_choices] == [4, 2]
+    assert stats.num_offloads == 6
+    for part, (seed, num) in zip(parts, ((0, 6), (1, 3)), strict=True):
+        expected = toy.make_model(seed=seed, num_blocks=num)
+        expected.loss(toy.make_tokens()).backward()
+        toy.assert_same_grads(part, expected)
+
+
+def test_saved_outputs_count_and_stay_with_their_region():
+    """The output of tanh is twice as large as the input: copies of 1.5 forwards become 4.5. Guards: `num_bytes`."""
+    model = toy.make_model()
+    selective = SelectiveConfig(save_ops=("aten::tanh",), offload=True)
+    config = OffloadConfig(min_offload_mib=0.0, limit="link")
+    offloader = apply_offload(model, config, selective, runtime=toy.slow_link())
+    speed = toy.INPUT_BYTES / 1.5 / 1e9
+    offloader.set_link(LinkRates(*[PortRates(speed, 1e3, speed, 1e3)] * 2))
+    watch, costs = offloader.engine.watch, offloader.engine.watch.costs
+    watch.costs = lambda part, num: ((1.0,) * num, costs(part, num)[1])
+    for _ in range(4):
+        stats = link_step(model, offloader, toy.make_tokens())
+        toy.assert_same_grads(model, reference(toy.make_tokens()))
+    [choice] = offloader.link_choices
+    assert choice.costs.num_bytes == (3 * toy.INPUT_BYTES,) * 5 + (0,)
+    assert choice.num_moved == 1
+    assert (stats.num_offloads, stats.offloaded_bytes) == (2, 3 * toy.INPUT_BYTES)
+    assert stats.kept["the copy would not hide behind compute"] == (2 * 4, 3 * 4 * toy.INPUT_BYTES)
+
+
+def test_with_limit_memory_nothing_is_timed():
+    model = toy.make_model()
+    offloader = toy.offload(model)
+    offloader.engine.runtime.record_timed_event = None
+    for _ in range(4):
+        stats = link_step(model, offloader, toy.make_tokens())
+    assert offloader.engine.watch is offloader.link is None
+    assert (offloader.link_choices, stats.num_offloads) == ([], 5)
+
+
+def test_link_that_nobody_told_is_measured():
+    model = toy.make_model()
+    offloader = toy.offload(model, limit="link", runtime=HostRuntime(link_gb_per_s=0.02))
+    link_step(model, offloader, toy.make_tokens())
+    for rates in (offloader.link.alone, offloader.link.shared):
+        assert 0.005e9 < min(rates.bytes_per_s(False)) <= max(rates.bytes_per_s(False)) < 0.025e9
+    offloader.remove()
+    offloader.step_end()
+    assert offloader.link_choices == []
 
 
 # Order of copies. The host runtime checks each copy against a vector clock: see test_host_runtime.

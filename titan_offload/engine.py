@@ -13,8 +13,11 @@ tensor stays in the stash until the compute stream has waited for the copy's eve
 on the compute stream; the side stream waits for that and for the D2H; the compute stream waits for the H2D before first
 use, or before the memory is dropped unused. With ``schedule = "sync"`` both side streams are the compute stream.
 
-Price: O(1) host work per tensor; on the device at most ``max_inflight_offloads`` tensors in the stash and
-``prefetch_lookahead`` regions ahead of backward.
+With ``limit = "link"`` each forward is timed on the compute stream. `apply` makes of that which regions go on moving
+(`ModelPart.num_moved`) and when each must have left the stash (`ModelPart.num_arrived`).
+
+Price: O(1) host work per tensor; on the device at most ``max_inflight_offloads`` tensors in the stash (with a link
+limit, what `link_choice.choose_link_limit` says) and ``prefetch_lookahead`` regions ahead of backward.
 """
 
 import contextlib
@@ -29,6 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 
 from titan_offload.config import GIB, OffloadConfig
+from titan_offload.forward_watch import ForwardRecord, ForwardWatch
 from titan_offload.pool import PinnedPool
 from titan_offload.runtime import Event, Runtime, Stream
 from titan_offload.saved_tensor import (
@@ -56,6 +60,10 @@ class OffloadEngine:
         config: see `OffloadConfig`.
         runtime: the device.
         pool: host memory; its budget holds for all parts together.
+
+    Attributes:
+        watch: times the forwards, until somebody sets it to None; only with ``limit = "link"``.
+        max_tapes: largest number of tapes that were alive at once so far.
     """
 
     def __init__(self, config: OffloadConfig, runtime: Runtime, pool: PinnedPool) -> None:
@@ -73,6 +81,9 @@ class OffloadEngine:
         self._order: list[int] = []  # this step's tapes, numbered from 0, as backward reached them
         self._next_tape: dict[int, int] = {}  # learned from the step before
         self._counter = StepCounter(pool)
+        self.watch = ForwardWatch(runtime) if config.limit == "link" else None
+        self._watched: ForwardRecord | None = None  # of the block whose forward runs
+        self.max_tapes = 0
 
     # Forward
 
@@ -87,7 +98,8 @@ class OffloadEngine:
         if self.config.mode == "none":
             with self._locked():
                 region = None if is_recompute else self._open(part, index)
-            yield region
+            with self._timed(region, inputs):
+                yield region
             return
         if is_recompute:
             # Must still not reach the outer checkpoint, which did not see it in forward either.
@@ -98,7 +110,10 @@ class OffloadEngine:
             region = self._open(part, index)
             region.inputs = input_storages(inputs) - region.tape.protected
         try:
-            with saved_tensors_hooks(lambda tensor: self.pack(region, tensor), self.unpack):
+            with (
+                self._timed(region, inputs),
+                saved_tensors_hooks(lambda tensor: self.pack(region, tensor), self.unpack),
+            ):
                 yield region
         finally:
             region.inputs = set()
@@ -112,11 +127,28 @@ class OffloadEngine:
             self._current[part] = weakref.ref(tape)
             self._tapes = {serial: ref for serial, ref in self._tapes.items() if ref() is not None}
             self._tapes[tape.serial] = weakref.ref(tape)
+            self.max_tapes = max(self.max_tapes, len(self._tapes))
         region = Region(tape, index)
         tape.last_index = index
         tape.regions.append(weakref.ref(region))
         self._counter.num["regions"] += 1
+        self._drop_arrived(region)
         return region
+
+    @contextlib.contextmanager
+    def _timed(self, region: Region | None, inputs: Sequence[object]) -> Iterator[None]:
+        """Times what is done in the body, the forward of ``region``, as long as there is a `watch`."""
+        device = next((x.device for x in inputs if isinstance(x, torch.Tensor) and self.runtime.owns(x)), None)
+        if self.watch is None or region is None or device is None:
+            yield
+            return
+        watch, part = self.watch, region.tape.part
+        record = self._watched = watch.start(region.index, self.runtime.compute_stream(device))
+        try:
+            yield
+        finally:
+            self._watched = None
+        watch.end(part, record, self.runtime.compute_stream(device))
 
     def pack(self, region: Region, tensor: torch.Tensor) -> Handle:
         """Autograd saves ``tensor`` inside ``region``: moved if it is an input of the block."""
@@ -148,6 +180,8 @@ class OffloadEngine:
             return Stay.NOT_OURS
         if region.index >= len(region.tape.part.fqns) - self.config.keep_last:
             return Stay.KEEP_LAST
+        if region.index >= region.tape.part.num_moved:
+            return Stay.LINK
         if not is_dense(local):
             return Stay.LAYOUT
         if local.nbytes == 0 or local.nbytes < self.config.min_offload_bytes:
@@ -161,18 +195,17 @@ class OffloadEngine:
         return Handle(region, tensor=tensor, version=version_of(tensor))
 
     def _check_exhausted(self, region: Region, num_bytes: int) -> None:
-        budget = self.pool.budget_bytes
-        if num_bytes > budget and not self._counter.has_moved:
+        chosen = self.config.budget_bytes
+        if chosen is not None and num_bytes > chosen and not self._counter.has_moved:
             raise ValueError(
-                f"activation_offload.pinned_budget_gib = {budget / GIB:.6g} is smaller than one tensor to move: "
+                f"activation_offload.pinned_budget_gib = {chosen / GIB:.6g} is smaller than one tensor to move: "
                 f"{region.fqn} needs {num_bytes / GIB:.6g} GiB; set it to that times the blocks to move, or to 0 for "
-                "no limit"
+                "a share of the host"
             )
         if self.config.on_exhausted == "error":
             raise RuntimeError(
                 f"no pinned host memory for the input or a saved output of {region.fqn} ({num_bytes / GIB:.6g} GiB): "
-                f"{self.pool.bytes_in_use / GIB:.6g} of {budget / GIB:.6g} GiB are in use; raise "
-                'activation_offload.pinned_budget_gib or set activation_offload.on_exhausted = "keep"'
+                f'{self.pool.why_full()}, or set activation_offload.on_exhausted = "keep"'
             )
 
     def _find_moved(self, region: Region, tensor: torch.Tensor, local: torch.Tensor) -> Payload | None:
@@ -191,19 +224,21 @@ class OffloadEngine:
         payload.slot = self.pool.allocate(source.numel())
         if payload.slot is None:
             return None
-        self._make_room_in_stash()
+        self._make_room_in_stash(region)
         compute = payload.stream = self.runtime.compute_stream(payload.device)
         payload.move_to(State.D2H_IN_FLIGHT, State.ON_DEVICE)
         d2h = compute if self._is_sync else self.runtime.d2h_stream(payload.device)
         events = (self.runtime.record_event(compute), *payload.slot.events)
         payload.event = self._copy("d2h", region, payload.slot.buffer, source, d2h, events)
-        payload.stashed = StashEntry(weakref.ref(payload), source, tensor, payload.event, compute)
+        payload.stashed = StashEntry(weakref.ref(payload), source, tensor, payload.event, compute, region.place)
         self._stash.append(payload.stashed)
         if self._is_sync:
             self._drop_oldest()
         if not payload.is_gathered:
             region.tape.moved[storage_id(local)] = weakref.ref(payload)
         self._counter.move("offloads", source.numel())
+        if self._watched is not None:
+            self._watched.num_bytes += source.numel()
         return payload
 
     def _copy(
@@ -228,8 +263,17 @@ class OffloadEngine:
         while self._stash and self.runtime.query(self._stash[0].event):
             self._drop_oldest()
 
-    def _make_room_in_stash(self) -> None:
-        limit = self.config.max_inflight_offloads
+    def _drop_arrived(self, region: Region) -> None:
+        """Before ``region`` runs, drops what has arrived by then if copies and blocks take the time that they took when
+        the link's limit was chosen. The host need not have seen it arrive: it runs ahead of the device."""
+        part, serial = region.tape.part, region.tape.serial
+        if part.num_arrived is None or not self.config.max_inflight_offloads:
+            return
+        while self._stash and self._stash[0].place < (serial, part.num_arrived[region.index]):
+            self._drop_oldest()
+
+    def _make_room_in_stash(self, region: Region) -> None:
+        limit = self.config.max_inflight_offloads if region.tape.part.num_arrived is None else 0
         while limit and len(self._stash) >= limit:
             self._drop_oldest()
 
@@ -250,7 +294,10 @@ class OffloadEngine:
             self._stash.pop()
 
     def _wait(self, compute: Stream, event: Event, direction: str) -> None:
-        self._counter.wait(direction, self.runtime.timed_wait(compute, event))
+        wait = self.runtime.timed_wait(compute, event)
+        self._counter.wait(direction, wait)
+        if self._watched is not None:
+            self._watched.waits.append(wait)
 
     # Backward
 
@@ -405,6 +452,8 @@ class OffloadEngine:
         with self._locked():
             if self._order:
                 self._next_tape = dict(itertools.pairwise(self._order))
+            if self.watch is not None:
+                self.watch.step_end(has_backward=bool(self._order))
             self._order = []
             self._first_serial = self._num_tapes
             return self._counter.step_end()

@@ -17,6 +17,7 @@ class Stay(Enum):
 
     NOT_OURS = "neither an input of the block nor on the device"
     KEEP_LAST = "keep_last"
+    LINK = "the copy would not hide behind compute"
     TOO_SMALL = "smaller than min_offload_mib"
     LAYOUT = "expanded, overlapping, conjugate, sparse or a tensor subclass"
     EXHAUSTED = "pinned budget exhausted"
@@ -132,9 +133,10 @@ class StepCounter:
     def step_end(self) -> OffloadStats:
         """Ends the step. Warns of an exhausted budget, and once if nothing was moved in the first step."""
         stats = self._take()
-        if self._exhausted:
+        has_said_why = self._pool.refusal is not None  # the pool, once
+        if self._exhausted and not has_said_why:
             self._warn_of_exhausted_budget(stats)
-        if not self.has_moved and not self._has_warned_of_no_op:
+        if not self.has_moved and not self._has_warned_of_no_op and not has_said_why:
             self._has_warned_of_no_op = True
             logger.warning(f"activation offload is on, but nothing was moved in the first step: {self._why_no_op()}")
         for counter in (self.num, self.num_bytes, self._num_kept, self._kept_bytes, self._exhausted):
@@ -171,7 +173,7 @@ class StepCounter:
         logger.warning(
             f"pinned budget of {self._pool.budget_bytes / GIB:.3f} GiB exhausted: {num} block inputs "
             f"({num_bytes / GIB:.3f} GiB) stayed on the device this step: {', '.join(self._exhausted)}; raise "
-            "activation_offload.pinned_budget_gib"
+            "activation_offload.host_memory_fraction or activation_offload.pinned_budget_gib"
         )
 
     def _why_no_op(self) -> str:

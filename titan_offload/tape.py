@@ -11,8 +11,8 @@ there is no cycle, because TorchTitan switches the garbage collector off.
 """
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import torch
@@ -41,10 +41,18 @@ class ModelPart:
     Attributes:
         fqns: fully qualified names of the blocks: the names of their regions.
         protected_storages: identities of the storages of the parameters and buffers as they are now.
+        num_moved: the earliest blocks whose tensors may move. Default: all.
+        num_arrived: for each block, how many of the earliest ones must have left the device when it starts, see
+            `link_choice.LinkChoice`. None: ``max_inflight_offloads`` holds instead.
     """
 
     fqns: list[str]
     protected_storages: Callable[[], set[int]]
+    num_moved: int = field(init=False)
+    num_arrived: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        self.num_moved = len(self.fqns)
 
 
 class Tape:
@@ -74,6 +82,11 @@ class Region:
     @property
     def fqn(self) -> str:
         return self.tape.part.fqns[self.index]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Later regions have a larger one: serial number of the tape, index of the block."""
+        return self.tape.serial, self.index
 
 
 class Payload:
@@ -128,6 +141,7 @@ class StashEntry:
     packed: torch.Tensor  # as autograd saved it: it carries the version counter
     event: Event
     stream: Stream  # the compute stream when it was packed
+    place: tuple[int, int]  # of its region
 
 
 @dataclass(eq=False, slots=True)
