@@ -189,7 +189,7 @@ def test_expected_block_input_bytes_and_a_budget_below_it(flags, dims, num_bytes
     converter = make_converter(*flags, **dims)
     model = build("llama3", parse(*flags))
     converter.convert(model)
-    assert converter._block_input_bytes == num_bytes
+    assert converter._need.block_input_bytes == num_bytes
     budget = f"{(num_bytes - 1) / 1024**3:.20f}"
     converter = make_converter(*flags, "--activation_offload.pinned_budget_gib", budget, **dims)
     with pytest.raises(ValueError, match=r"pinned_budget_gib = .* is smaller than one block input"):
@@ -304,7 +304,8 @@ def test_module_names_are_those_of_the_model():
 def test_keys_of_a_section_that_is_off_are_warned_of(caplog):
     make_converter("--selective_checkpoint.save_modules", "wo", "--selective_checkpoint.check_routing")
     make_converter()
-    assert [record.message for record in caplog.records] == [
+    ours = [record.message for record in caplog.records if record.message.startswith("[")]  # not TorchTitan's on data
+    assert ours == [
         "[selective_checkpoint] save_modules, check_routing set, without effect: set selective_checkpoint.enable = true"
     ]
 

@@ -26,12 +26,16 @@ from torch.utils.checkpoint import checkpoint
 from titan_offload.config import OffloadConfig, SelectiveConfig
 from titan_offload.engine import OffloadEngine
 from titan_offload.host_runtime import HostRuntime
+from titan_offload.link import LinkRates
+from titan_offload.link_limit import LinkLimit
+from titan_offload.planner.link_choice import LinkChoice
 from titan_offload.pool import PinnedPool
 from titan_offload.runtime import AcceleratorRuntime, Runtime
 from titan_offload.save_policy import check_save_ops, matches_module
 from titan_offload.save_registry import closest
 from titan_offload.saved_tensor import storage_id
 from titan_offload.selective import BlockSaves, SelectiveSaves
+from titan_offload.share import HostShare, current_device, share_host
 from titan_offload.stats import OffloadStats
 from titan_offload.tape import ModelPart
 
@@ -39,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 _WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module", "_orig_mod")
 """Name segments that checkpointing and compile add, and that users do not write."""
-
 
 LayerTypeOf = Callable[[nn.Module], str | None]
 
@@ -67,21 +70,30 @@ def apply_offload(
         blocks: glob on fully qualified module names. Wildcards do not cross dots: ``layers.*`` is each layer, and
             ``layers.1`` is not ``layers.10``.
         runtime: the device. Default: the accelerator if there is one, else `HostRuntime`.
-        budget_bytes: pinned host memory of this rank, in bytes. Default: ``offload.budget_bytes``.
+        budget_bytes: pinned host memory of this rank, in bytes. Default: ``offload.budget_bytes``, or an equal share of
+            the host's memory, see `share_host`.
         layer_type_of: the attention type of a block, such as ``"sliding_attention"``. Default: its attribute
             ``attention_type`` or ``layer_type``.
 
     Returns:
         The handle on it all: call its ``step_end()`` after each optimizer step.
 
+    Where there is a process group, this is a collective over it, unless ``budget_bytes`` is given: call it on every
+    rank.
+
     Raises:
         ValueError: no block matches, none is checkpointed, one is checkpointed in reentrant mode or has offload
             already, or ``keep_last`` leaves nothing to move; ``selective`` names an op, module or layer type that does
-            not exist, or asks of a compiled block what only an eager one can do. The model is as it was.
+            not exist, or asks of a compiled block what only an eager one can do; the host has not the memory that was
+            asked for. The model is as it was.
     """
     if selective is not None:
         check_selective(model, selective, blocks, layer_type_of)
     offloader = make_offloader(offload, selective, runtime, budget_bytes, layer_type_of)
+    if offloader.moves and budget_bytes is None:
+        runtime = offloader.engine.runtime
+        share = share_host(offload, selective, runtime, offloader.engine.pool, current_device(runtime))
+        offloader.set_share(share)
     offloader.attach(model, blocks=blocks)
     return offloader
 
@@ -114,6 +126,7 @@ class Offloader:
         selective: settings of what is saved; None: registered saves only.
         saves: decides what is saved, and says what was.
         part_fqns: for each attached part, the names of the blocks whose inputs, or saved outputs, are moved.
+        share: what the ranks settled before step 1; None: nothing, the budget was given.
     """
 
     def __init__(
@@ -123,13 +136,16 @@ class Offloader:
         self.saves = SelectiveSaves(selective, engine)
         self.part_fqns: list[list[str]] = []
         self.selective = selective
+        self.share: HostShare | None = None
+        self._link_limit = LinkLimit(engine)
+        self._parts: list[ModelPart] = []
         self._layer_type_of = layer_type_of or layer_type_attribute
         self._installed: list[_Installed] = []
         self._stats = OffloadStats()
 
     def attach(self, model: nn.Module, *, blocks: str = "layers.*") -> None:
         """Adds a model part. See `apply_offload` for arguments and errors."""
-        moves = self.engine.config.mode != "none" or self.saves.offloads
+        moves = self.moves
         is_asked = moves or self.selective is not None
         if not is_asked and not self.saves.policy.rules:
             return
@@ -149,6 +165,12 @@ class Offloader:
             self._installed.append(_install(block, wrappers[fqn], forward, saves))
         if moves:
             self.part_fqns.append(part.fqns)
+            self._parts.append(part)
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is to be moved."""
+        return self.engine.config.mode != "none" or self.saves.offloads
 
     def _make_saves(self, fqn: str, block: nn.Module, wrapper: CheckpointWrapper) -> BlockSaves | None:
         """Selective saves of a block; None: no rule can match in it."""
@@ -180,7 +202,28 @@ class Offloader:
         """Ends a step. Call it after the optimizer step, on every rank. Returns what the step did."""
         stats = self.engine.step_end() if self.part_fqns else OffloadStats()
         self._stats = dataclasses.replace(stats, **self.saves.step_end())
+        if self.moves:
+            self._link_limit.step_end(self._parts)
         return self._stats
+
+    def set_share(self, share: HostShare) -> None:
+        """What the ranks settled, see `share_host`; with the speed of the link, if it was measured."""
+        self.share = share
+        self.set_link(share.links.get(share.rank))
+
+    @property
+    def link(self) -> LinkRates | None:
+        """Speed of this rank's link, with which ``limit = "link"`` reckons; None: not known yet."""
+        return self._link_limit.rates
+
+    def set_link(self, rates: LinkRates | None) -> None:
+        """Tells ``limit = "link"`` what the link carries. Call it before the first step ends, on all ranks."""
+        self._link_limit.rates = rates
+
+    @property
+    def link_choices(self) -> list[LinkChoice]:
+        """For each attached part, what ``limit = "link"`` came to; empty before it did."""
+        return self._link_limit.choices
 
     def stats(self) -> OffloadStats:
         """What the last finished step did."""
@@ -193,6 +236,8 @@ class Offloader:
             installed.undo()
         self._installed.clear()
         self.part_fqns.clear()
+        self._parts.clear()
+        self.engine.watch = None
         self.saves.blocks.clear()
         self.engine.pool.retire()
 
@@ -282,7 +327,7 @@ def modules_of(block: nn.Module, fqn: str) -> dict[str, nn.Module]:
     """The block and its modules by fully qualified name; of a wrapped one, the wrapper."""
     modules: dict[str, nn.Module] = {}
     for name, module in block.named_modules():
-        modules.setdefault(clean_fqn(f"{fqn}.{name}" if name else fqn), module)
+        modules.setdefault(clean_fqn(".".join(part for part in (fqn, name) if part)), module)
     return modules
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from rich.table import Table
 
 from titan_offload.config import GIB, MIB, OffloadConfig, SelectiveConfig
+from titan_offload.planner.link_choice import LinkChoice
 from titan_offload.stats import OffloadStats, SaveList
 
 
@@ -20,11 +21,13 @@ class RankReport:
         rank, host, device: who and where.
         num_blocks: blocks under offload, ``keep_last`` ones included.
         num_steps: finished steps.
+        step_ms: median time of the last steps, the first left out; 0: not known.
         offloaded_bytes, reloaded_bytes, num_prefetch_hits, num_misses, h2d_wait_ms, d2h_wait_ms: sums over all steps.
         peak_kept_bytes: most block input bytes of one step that stayed on the device.
         pinned_peak_bytes: most pinned memory in use at once.
         pinned_total_bytes: pinned memory taken of the host.
         budget_bytes: what it may take; None: no limit.
+        need_bytes: what was expected before step 1; None: not known.
         last_step: statistics of the last finished step.
     """
 
@@ -33,7 +36,9 @@ class RankReport:
     device: str
     num_blocks: int
     budget_bytes: int | None
+    need_bytes: int | None = None
     num_steps: int = 0
+    step_ms: float = 0.0
     offloaded_bytes: int = 0
     reloaded_bytes: int = 0
     num_prefetch_hits: int = 0
@@ -72,14 +77,14 @@ def start_block(fqns: Sequence[str], config: OffloadConfig, budget_bytes: int | 
         block_input_bytes: expected size of one block input on this rank.
     """
     moved = len(fqns) - config.keep_last
-    budget = "no limit" if budget_bytes is None else f"{_gib(budget_bytes)} GiB"
+    budget = "no limit" if budget_bytes is None else f"{gib(budget_bytes)} GiB"
     what = "saved outputs" if config.mode == "none" else "inputs"
     lines = [
         f"Activation offload: {what} of {moved} of {len(fqns)} blocks ({fqns[0]} .. {fqns[moved - 1]}) go to pinned "
         "host memory",
     ]
     if config.mode != "none":
-        total = _gib(moved * block_input_bytes)
+        total = gib(moved * block_input_bytes)
         lines.append(f"  each {block_input_bytes / MIB:.2f} MiB, together {total} GiB per microbatch")
     lines += [
         f"  pinned budget of this rank: {budget}; on_exhausted {config.on_exhausted}",
@@ -112,10 +117,10 @@ def save_block(saves: SaveList) -> str:
 def step_line(stats: OffloadStats) -> str:
     """One line on one step, to stand beside TorchTitan's own."""
     return (
-        f"offload: out {_gib(stats.offloaded_bytes)} GiB  back {_gib(stats.reloaded_bytes)} GiB  "
-        f"kept on device {_gib(stats.kept_bytes)} GiB  prefetch {stats.num_prefetch_hits} hit {stats.num_misses} missed"
-        f"  wait {stats.h2d_wait_ms + stats.d2h_wait_ms:.1f} ms  pinned {_gib(stats.pinned_in_use_bytes)} GiB in use, "
-        f"peak {_gib(stats.pinned_peak_bytes)} of {_gib(stats.pinned_total_bytes)} GiB"
+        f"offload: out {gib(stats.offloaded_bytes)} GiB  back {gib(stats.reloaded_bytes)} GiB  "
+        f"kept on device {gib(stats.kept_bytes)} GiB  prefetch {stats.num_prefetch_hits} hit {stats.num_misses} missed"
+        f"  wait {stats.h2d_wait_ms + stats.d2h_wait_ms:.1f} ms  pinned {gib(stats.pinned_in_use_bytes)} GiB in use, "
+        f"peak {gib(stats.pinned_peak_bytes)} of {gib(stats.pinned_total_bytes)} GiB"
     )
 
 
@@ -126,7 +131,7 @@ def save_line(stats: OffloadStats) -> str:
         name = "registered" if rule.startswith("registered ") else rule
         before = totals.get(name, (0, 0))
         totals[name] = before[0] + num, before[1] + num_bytes
-    parts = [f"{name} {num} outputs, {_gib(num_bytes)} GiB" for name, (num, num_bytes) in totals.items()]
+    parts = [f"{name} {num} outputs, {gib(num_bytes)} GiB" for name, (num, num_bytes) in totals.items()]
     line = f"saved instead of recomputed: {'; '.join(parts) or 'nothing'}"
     if stats.num_rerouted:
         counts = [f"{fqn} {num}" for fqn, num in stats.num_rerouted.items() if num]
@@ -158,6 +163,18 @@ def scalars(stats: OffloadStats) -> dict[str, float]:
     }
 
 
+def link_line(fqns: Sequence[str], choice: LinkChoice) -> str:
+    """What ``limit = "link"`` came to for one model part."""
+    costs, num_moved = choice.costs, choice.num_moved
+    blocks = f"{num_moved} of {len(fqns)} blocks" + (f" ({fqns[0]} .. {fqns[num_moved - 1]})" if num_moved else "")
+    return (
+        f'activation_offload.limit = "link": {blocks} go on moving, {gib(choice.hidden_bytes)} GiB per forward, '
+        f"which hide: out {costs.d2h_bytes_per_s / 1e9:.2f} and back {costs.h2d_bytes_per_s / 1e9:.2f} GB/s while all "
+        f"ranks of the host copy, a block's forward takes {sum(costs.forward_s) / len(fqns) * 1e3:.2f} ms; to "
+        f"move all would stall each {choice.ac_step_s * 1e3:.1f} ms of blocks by {choice.stall_s_if_all * 1e3:.1f} ms"
+    )
+
+
 def rank_table(reports: Sequence[RankReport]) -> Table:
     """All ranks, a row each."""
     table = Table(title="Activation offload per rank (GiB of this rank)")
@@ -182,14 +199,14 @@ def rank_table(reports: Sequence[RankReport]) -> Table:
             report.device,
             str(report.num_blocks),
             str(report.num_steps),
-            _gib(report.offloaded_bytes / steps),
-            _gib(report.reloaded_bytes / steps),
-            _gib(report.peak_kept_bytes),
+            gib(report.offloaded_bytes / steps),
+            gib(report.reloaded_bytes / steps),
+            gib(report.peak_kept_bytes),
             f"{report.num_prefetch_hits}/{report.num_misses}",
             f"{(report.h2d_wait_ms + report.d2h_wait_ms) / steps:.1f}",
-            _gib(report.pinned_peak_bytes),
-            _gib(report.pinned_total_bytes),
-            "none" if report.budget_bytes is None else _gib(report.budget_bytes),
+            gib(report.pinned_peak_bytes),
+            gib(report.pinned_total_bytes),
+            "none" if report.budget_bytes is None else gib(report.budget_bytes),
         )
     return table
 
@@ -212,5 +229,6 @@ def summary(
     }
 
 
-def _gib(num_bytes: float) -> str:
+def gib(num_bytes: float) -> str:
+    """A number of bytes in GiB, as text."""
     return f"{num_bytes / GIB:.3f}"

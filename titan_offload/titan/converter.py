@@ -10,7 +10,7 @@ import inspect
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import ModelConverter
 from torchtitan.tools.logging import logger
@@ -18,8 +18,10 @@ from torchtitan.tools.logging import logger
 from titan_offload import report
 from titan_offload.apply import Offloader, check_keep_last, check_selective, find_blocks, make_offloader
 from titan_offload.config import GIB, OffloadConfig, SelectiveConfig
+from titan_offload.share import check_settings, current_device, share_host
 from titan_offload.titan.metrics import OffloadLogger
 from titan_offload.titan.models import layer_type
+from titan_offload.titan.need import NeedOfJob
 
 
 class OffloadConverter(ModelConverter):
@@ -41,13 +43,14 @@ class OffloadConverter(ModelConverter):
         self._parallel_dims = parallel_dims
         self._offloader: Offloader | None = None
         self._attached: list[nn.Module] = []
-        self._block_input_bytes = 0
+        self._need: NeedOfJob | None = None
         self._trainer: Stateful | None = None
         self._logger: OffloadLogger | None = None
         if self.config.mode != "none":
             _check_activation_checkpoint(job_config.activation_checkpoint.mode)
 
     def convert(self, model: nn.Module) -> None:
+        check_settings(self.config, self.selective)
         moves = self.config.mode != "none" or (self.selective is not None and self.selective.offload)
         if not moves and self._job_config.activation_checkpoint.mode not in ("full", "selective"):
             return
@@ -55,8 +58,8 @@ class OffloadConverter(ModelConverter):
             check_keep_last(self.config.keep_last, len(find_blocks(model, "layers.*")))
         if self.selective is not None:
             check_selective(model, self.selective, layer_type_of=layer_type)
-        if self.config.mode != "none":
-            self._block_input_bytes = self._expected_block_input_bytes(model.model_args.dim)
+        if moves:
+            self._need = NeedOfJob(self._job_config, self._parallel_dims, model.model_args)
             self._check_budget()
         self._trainer = _calling_trainer()
         model.__class__ = _class_that_attaches(type(model), self)
@@ -67,19 +70,45 @@ class OffloadConverter(ModelConverter):
             return
         if self._offloader is None:
             self._offloader = make_offloader(self.config, self.selective, layer_type_of=layer_type)
-        num_parts, known = len(self._offloader.part_fqns), set(self._offloader.saves.blocks)
+        known = set(self._offloader.saves.blocks)
         self._offloader.attach(part)
         self._attached.append(part)
-        for fqns in self._offloader.part_fqns[num_parts:]:
-            budget_bytes = self._offloader.engine.pool.budget_bytes
-            logger.info(report.start_block(fqns, self.config, budget_bytes, self._block_input_bytes))
         if saving := [fqn for fqn in self._offloader.saves.blocks if fqn not in known]:
             logger.info(report.save_block(self._offloader.saves.save_list(saving)))
         is_active = self._offloader.part_fqns or self._offloader.saves.blocks
         if is_active and self._trainer is not None and self._logger is None:
             metrics = self._trainer.metrics_processor
-            self._logger = OffloadLogger(metrics.logger, self._offloader, self._job_config.job.dump_folder)
+            self._logger = OffloadLogger(metrics.logger, self._offloader, self._job_config)
             metrics.logger = self._logger
+        if self._need is not None and len(self._attached) == self._num_parts():
+            self._share_host()
+
+    def _num_parts(self) -> int:
+        """How many parts of the model this rank trains."""
+        if self._parallel_dims.pp_enabled and self._trainer is not None:
+            return len(self._trainer.model_parts)
+        return 1
+
+    def _share_host(self) -> None:
+        """All parts are there: divides the host among its ranks, and says what will move."""
+        offloader, schedule = self._offloader, getattr(self._trainer, "pp_schedule", None)
+        knows_need = not self._parallel_dims.pp_enabled or schedule is not None
+        share = share_host(
+            self.config,
+            self.selective,
+            offloader.engine.runtime,
+            offloader.engine.pool,
+            current_device(offloader.engine.runtime),
+            (lambda: self._need(offloader, self._attached, schedule)) if knows_need else None,
+            on_budget=None if self._logger is None else self._logger.start,
+            on_progress=None if self._logger is None else self._logger.pinning,
+        )
+        offloader.set_share(share)
+        for fqns in offloader.part_fqns:
+            text = report.start_block(fqns, self.config, share.own.budget_bytes, self._need.block_input_bytes)
+            logger.info(text)
+        if self._logger is not None and share.links:
+            self._logger.links(share)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         if self._offloader is None:
@@ -87,26 +116,15 @@ class OffloadConverter(ModelConverter):
         if self._logger is None:
             self._offloader.step_end()
             return
-        self._logger.step_end()
-        if self._trainer.step == self._job_config.training.steps:
-            self._logger.gather()
-
-    def _expected_block_input_bytes(self, dim: int) -> int:
-        """Bytes of one block input on this rank. Context parallel divides the sequence, and so does tensor parallel:
-        TorchTitan always joins it with sequence parallel between blocks."""
-        training, dims = self._job_config.training, self._parallel_dims
-        batch = training.local_batch_size
-        if dims.pp_enabled:
-            batch = self._job_config.parallelism.pipeline_parallel_microbatch_size
-        dtype = training.mixed_precision_param if dims.fsdp_enabled else training.dtype
-        return batch * training.seq_len // (dims.cp * dims.tp) * dim * TORCH_DTYPE_MAP[dtype].itemsize
+        self._logger.step_end(self._trainer.step)
 
     def _check_budget(self) -> None:
-        budget_bytes, needed = self.config.budget_bytes, self._block_input_bytes
-        if budget_bytes is not None and budget_bytes < needed:
+        budget_bytes, needed = self.config.budget_bytes, self._need.block_input_bytes
+        if self.config.mode != "none" and budget_bytes is not None and budget_bytes < needed:
             raise ValueError(
                 f"activation_offload.pinned_budget_gib = {self.config.pinned_budget_gib:g} is smaller than one block "
-                f"input ({needed / GIB:.6g} GiB on this rank); set it to a multiple of that, or to 0 for no limit"
+                f"input ({needed / GIB:.6g} GiB on this rank); set it to a multiple of that, or to 0 for a share "
+                "of the host"
             )
 
 

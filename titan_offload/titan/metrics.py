@@ -1,19 +1,37 @@
 """What a TorchTitan run shows of offload: lines, TensorBoard scalars, and at the end a table and ``summary.json``."""
 
-import json
 import os
 import platform
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.table import Table
 from torchtitan.components.metrics import BaseLogger
+from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
-from titan_offload import report
+from titan_offload import host_report, report
 from titan_offload.apply import Offloader
+from titan_offload.config import GIB
+from titan_offload.host_memory import read_host_memory, read_process_memory
+from titan_offload.planner import make_plan
+from titan_offload.planner.plan_input import plan_input_of
+from titan_offload.planner.plan_machine import parse_link, plan_machine
+from titan_offload.run_folder import RunFolder, verdict, was_killed_for_memory
+from titan_offload.share import HostShare, log_progress
+
+DEFAULT_LINK = "pcie5"
+
+NUM_TIMED_STEPS = 100
+"""The last steps, whose median is a run's step time."""
 
 
 class OffloadLogger(BaseLogger):
@@ -25,26 +43,135 @@ class OffloadLogger(BaseLogger):
     Args:
         inner: the logger that TorchTitan made.
         offloader: where the numbers come from.
-        dump_folder: the summary goes to ``<dump_folder>/offload/summary.json``.
+        job_config: of the run; files go to ``<dump_folder>/offload``, see `run_folder`.
     """
 
-    def __init__(self, inner: BaseLogger, offloader: Offloader, dump_folder: str) -> None:
+    def __init__(self, inner: BaseLogger, offloader: Offloader, job_config: JobConfig) -> None:
         self.inner = inner
         self._offloader = offloader
-        self._path = Path(dump_folder) / "offload" / "summary.json"
-        engine = offloader.engine
+        self._folder = RunFolder(Path(job_config.job.dump_folder) / "offload")
+        self._job_config = job_config
+        self._log_freq = job_config.metrics.log_freq
+        self._num_steps = job_config.training.steps
+        self._share: HostShare | None = None
+        self._record: host_report.Record | None = None
+        self._can_write = True
         self._own = report.RankReport(
             rank=dist.get_rank(),
             host=platform.node(),
             device=_device_name(),
             num_blocks=0,
-            budget_bytes=engine.pool.budget_bytes,
+            budget_bytes=None,
         )
         self._reports = [self._own]
+        self._is_finished = False
+        self._last_end: float | None = None
+        self._step_s: deque[float] = deque(maxlen=NUM_TIMED_STEPS)
 
-    def step_end(self) -> None:
+    # Before step 1
+
+    def start(self, share: HostShare) -> None:
+        """Shows and writes what the ranks settled. Nothing is pinned yet."""
+        self._share = share
+        self._own.budget_bytes, self._own.need_bytes = share.own.budget_bytes, share.own.need_bytes
+        self._record = host_report.budget_record(share.budgets, self._offloader.engine.config)
+        if dist.get_rank() == 0:
+            self._record["plan"] = self._plan(share)
+        if dist.get_rank() == 0:
+            self._tell_of_the_last_run()
+            _print(host_report.rank_table(self._record))
+            for line in [*host_report.host_lines(self._record), *host_report.advice(self._record)]:
+                logger.info(line)
+            self._write(self._folder.write_budget, self._record)
+
+    def _plan(self, share: HostShare) -> dict[str, Any] | None:
+        """What is foretold of this run: with the speeds of its links if they were measured, else with those that
+        ``titan-offload plan`` takes."""
+        hosts = Counter(budget.facts.host for budget in share.budgets)
+        try:
+            given = plan_input_of(self._job_config, len(share.budgets))
+            machine = plan_machine(parse_link(DEFAULT_LINK), nodes=len(hosts), gpus_per_node=max(hosts.values()))
+            if share.links:
+                rates = [link.shared.bytes_per_s(given.job.pipeline_parallel > 1) for link in share.links.values()]
+                d2h, h2d = (min(speeds) / 1e9 for speeds in zip(*rates, strict=True))
+                machine = replace(machine, d2h_gb_per_s=d2h, h2d_gb_per_s=h2d)
+            return make_plan(given.model, given.job, machine, given.offload, given.selective).to_json()
+        except ValueError as error:  # of a model that the planner does not know, say
+            logger.info(f"no plan of this run: {error}")
+            return None
+
+    def _tell_of_the_last_run(self) -> None:
+        """If it was killed for memory, and nobody may have noticed."""
+        try:
+            last = self._folder.budget()
+        except ValueError:
+            return
+        if self._folder.summary(last) is None and was_killed_for_memory(last):
+            logger.warning(f"The last run with this dump_folder: {' '.join(verdict(self._folder, last))}")
+
+    def links(self, share: HostShare) -> None:
+        """Shows and writes the measured speeds of all links."""
+        self._record = host_report.budget_record(share.budgets, self._offloader.engine.config, share.links)
+        if dist.get_rank() == 0:
+            self._record["plan"] = self._plan(share)
+            _print(host_report.rank_table(self._record))
+            self._write(self._folder.write_budget, self._record)
+
+    def pinning(self, done: int, total: int) -> None:
+        """This rank has pinned ``done`` of ``total`` bytes."""
+        log_progress(done, total)
+        self._write_state(f"pinned {report.gib(done)} of {report.gib(total)} GiB")
+
+    def _host_scalars(self) -> dict[str, float]:
+        if self._share is None:
+            return {}
+        process = read_process_memory()
+        return {
+            "offload/pinned_need(GiB)": (self._share.own.need_bytes or 0) / GIB,
+            "offload/pinned_budget(GiB)": self._share.own.budget_bytes / GIB,
+            "offload/host_free(GiB)": read_host_memory().free_bytes / GIB,
+            "offload/process_shmem(GiB)": process.rss_shmem_bytes / GIB,
+        }
+
+    def _write_state(self, phase: str) -> None:
+        if self._record is None:  # nothing is moved
+            return
+        pool, own = self._offloader.engine.pool, self._own
+        state = {
+            "phase": phase,
+            "step": own.num_steps,
+            "free_bytes": read_host_memory().free_bytes,
+            "pinned_bytes": pool.bytes_pinned,
+            "peak_pinned_bytes": pool.peak_bytes_pinned,
+            "kept_bytes": host_report.kept_for_lack_of_memory(own.last_step),
+            "process": asdict(read_process_memory()),
+        }
+        self._write(self._folder.write_state, self._record, own.rank, state)
+
+    def _write(self, write: Callable[..., None], *args: Any) -> None:
+        """A folder that cannot be written is one warning: it must not end a run."""
+        if not self._can_write:
+            return
+        try:
+            write(*args)
+        except OSError as error:
+            self._can_write = False
+            logger.warning(f"cannot write what offload reports: {error}")
+
+    # Steps
+
+    def step_end(self, step: int) -> None:
+        """Ends TorchTitan's step ``step``, on every rank."""
         self._own.num_blocks = sum(map(len, self._offloader.part_fqns))
         self._own.add_step(self._offloader.step_end())
+        self._time_step()
+        if self._own.num_steps == 1 and self._record is not None:
+            self._compare_with_need()
+        if self._own.num_steps == 1 or step % self._log_freq == 0 or step == self._num_steps:
+            self._write_state(f"after step {step}")
+        if step == self._num_steps:
+            self._is_finished = True
+            self.gather()
 
     def gather(self) -> None:
         """Collects the reports of all ranks. A collective: call it on every rank after the same step."""
@@ -59,7 +186,7 @@ class OffloadLogger(BaseLogger):
         stats, offloader = self._offloader.stats(), self._offloader
         own: dict[str, float] = {}
         if offloader.part_fqns:
-            own |= report.scalars(stats)
+            own |= report.scalars(stats) | self._host_scalars()
             logger.info(report.step_line(stats))
         if offloader.saves.blocks:
             own |= report.save_scalars(stats)
@@ -73,10 +200,8 @@ class OffloadLogger(BaseLogger):
 
     def _write_summary(self) -> None:
         if self._offloader.part_fqns:
-            console = Console()
-            console.width = max(140, console.width)  # a log file has no width; a cut number is worse than a long line
-            console.print(report.rank_table(self._reports))
-        if len(self._reports) < dist.get_world_size():
+            _print(report.rank_table(self._reports))
+        if not self._is_finished and dist.get_world_size() > 1:
             print("The run ended before its last step: the other ranks did not report.")
         data = report.summary(
             self._reports,
@@ -85,15 +210,36 @@ class OffloadLogger(BaseLogger):
             dist.get_world_size(),
             torch.__version__,
         )
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(json.dumps(data, indent=1) + "\n")
-        except OSError as error:  # must not hide the error that ended the run
-            logger.warning(f"cannot write the offload summary: {error}")
-        else:
-            logger.info(f"offload summary: {self._path}")
+        # The start tells whose summary it is: a folder may hold files of several runs.
+        data |= {
+            "started": None if self._record is None else self._record["started"],
+            "step": self._own.num_steps,
+            "finished": self._is_finished,
+        }
+        self._write(self._folder.write_summary, data)
+        if self._can_write:
+            logger.info(f"offload summary: {self._folder.path / 'summary.json'}")
+
+    def _time_step(self) -> None:
+        now = time.perf_counter()
+        if self._last_end is not None:
+            self._step_s.append(now - self._last_end)
+            self._own.step_ms = statistics.median(self._step_s) * 1e3
+        self._last_end = now
+
+    def _compare_with_need(self) -> None:
+        """Warns where the first step took another amount of pinned memory than was expected before it."""
+        rank = self._record["ranks"][self._own.rank]
+        if line := host_report.need_warning(rank, self._own.last_step):
+            logger.warning(line)
 
 
 def _device_name() -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else f"{accelerator.type}:{os.environ.get('LOCAL_RANK', '0')}"
+
+
+def _print(table: Table) -> None:
+    console = Console()
+    console.width = max(180, console.width)  # a log file has no width; a cut number is worse than a long line
+    console.print(table)

@@ -286,7 +286,8 @@ def progress_shown(total_steps: int) -> Iterator[Callable[[int], None]]:
 
 def exit_with_error(text: str) -> NoReturn:
     """Print a user's mistake as one line on stderr and exit with code 2."""
-    print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"error: {' '.join(text.split())}\n")  # in one piece: other ranks write to the same terminal
+    sys.stderr.flush()
     raise SystemExit(USER_ERROR_EXIT_CODE)
 
 
