@@ -111,6 +111,7 @@ def train(flags: list[str]) -> dict:
         "classes": [type(part).__name__ for part in trainer.model_parts],
         "keys": [key for part in trainer.model_parts for key in part.state_dict()],
         "report": dataclasses.asdict(metrics.logger._own) if hasattr(metrics.logger, "_own") else None,
+        "plan": (getattr(metrics.logger, "_record", None) or {}).get("plan"),
     }
     trainer.close()
     del trainer, metrics
