@@ -12,16 +12,23 @@ MODULES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path i
 
 MAY_IMPORT = {
     "config": set(),
-    "topology": set(),
-    "budget": {"config", "topology"},
-    "planner": {"config", "budget"},
-    "runtime": {"config"},
-    "host_runtime": {"runtime"},
+    "machine_files": set(),
+    "cgroups": {"machine_files"},
+    "host_memory": {"machine_files", "cgroups"},
+    "topology": {"machine_files"},
+    "need": {"config"},
+    "budget": {"config", "host_memory", "topology"},
+    "exchange": {"budget"},
+    "pinned_memory": set(),
+    "runtime": {"config", "pinned_memory"},
+    "host_runtime": {"config", "runtime"},
     "pool": {"config", "runtime"},
+    "link": {"config", "runtime"},
     "saved_tensor": {"config"},
     "stats": {"config", "runtime", "pool"},
     "tape": {"config", "runtime", "pool", "saved_tensor"},
-    "engine": {"config", "runtime", "pool", "saved_tensor", "stats", "tape"},
+    "forward_watch": {"runtime"},
+    "engine": {"config", "runtime", "pool", "saved_tensor", "stats", "tape", "forward_watch"},
     "save_registry": set(),
     "save_policy": {"config", "save_registry"},
     "rule_log": {"config", "save_policy"},
@@ -34,13 +41,44 @@ MAY_IMPORT = {
     },
     "apply": {
         *("config", "runtime", "host_runtime", "pool", "saved_tensor", "stats", "tape"),
-        *("engine", "save_registry", "save_policy", "selective", "budget"),
+        *("engine", "save_registry", "save_policy", "selective", "link", "planner", "share", "link_limit"),
     },
-    "report": {"config", "stats", "budget", "topology", "planner"},
-    "cli": {"config", "topology", "budget", "planner", "report", "titan"},
+    "share": {"config", "runtime", "pool", "host_memory", "topology", "need", "budget", "exchange", "link"},
+    "link_limit": {"engine", "exchange", "link", "planner", "report", "share", "tape"},
+    "report": {"config", "stats", "planner"},
+    "host_report": {"config", "stats", "topology", "budget", "link", "report"},
+    "run_folder": {"host_memory", "topology", "report", "host_report"},
+    "cli": {"host_report", "run_folder", "planner"},
 }
-EVERYTHING = {*MAY_IMPORT, "titan", "titan_offload"}
-NEITHER_TORCH = ("config", "topology", "planner")
+PLANNER_MAY_IMPORT = {
+    "simulation": set(),
+    "link_choice": {"simulation"},
+    "shapes": set(),
+    "pipeline": {"shapes"},
+    "costs": {"shapes"},
+    "plan": {"shapes", "simulation"},
+    "steps": {"shapes", "pipeline", "costs", "simulation", "link_choice", "plan"},
+    "advice": {"costs", "plan", "steps"},
+    "planning": {"shapes", "pipeline", "costs", "simulation", "plan", "steps", "advice"},
+    "__init__": {"shapes", "plan", "planning"},
+    "titan_source": set(),
+    "model_shape": {"shapes"},
+    "titan_job": {"pipeline", "shapes", "titan_source"},
+    "plan_input": {"model_shape", "shapes", "titan_job", "titan_source"},
+    "plan_machine": {"shapes"},
+    "plan_report": {"plan"},
+    "plan_plot": {"plan", "simulation"},
+    "plan_page": {"costs", "link_choice", "pipeline", "plan", "plan_machine", "planning", "shapes", "simulation"},
+    "foretold": set(),
+    "probe": {"plan_machine"},
+}
+BELOW_THE_PLANNER = {"config", "need"}
+BELOW_THE_PROBE = {"link", "runtime", "share", "topology"}
+EVERYTHING = {*MAY_IMPORT, "planner", "titan", "titan_offload"}
+NEITHER_TORCH = (
+    *("config", "machine_files", "cgroups", "host_memory", "topology", "need", "budget", "cli"),
+    *(f"planner/{name}" for name in PLANNER_MAY_IMPORT if name != "probe"),
+)
 
 
 def imports(module: str) -> set[str]:
@@ -55,8 +93,11 @@ def imports(module: str) -> set[str]:
 
 
 def test_every_module_is_in_the_table():
-    assert {module for module in MODULES if "/" not in module and module != "__init__"} <= set(MAY_IMPORT)
-    assert {module.split("/")[0] for module in MODULES if "/" in module} <= {"titan"}
+    folders = {"titan": set(), "planner": set(), ".": set()}
+    for module in map(Path, MODULES):
+        folders[str(module.parent)].add(module.name)
+    assert folders["."] - {"__init__"} <= set(MAY_IMPORT)
+    assert folders["planner"] == set(PLANNER_MAY_IMPORT)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -64,8 +105,15 @@ def test_imports_are_those_of_the_table(module):
     names = [name.split(".") for name in imports(module)]
     ours = {name[1] if name[1] in EVERYTHING else "titan_offload" for name in names if name[0] == "titan_offload"}
     others = {name[0] for name in names}
-    is_titan = module.startswith("titan/")
-    allowed = EVERYTHING if is_titan else EVERYTHING - {"titan"} if module == "__init__" else MAY_IMPORT[module]
+    folder, _, name = module.rpartition("/")
+    if folder == "planner":
+        siblings = {name[2] for name in names if name[:2] == ["titan_offload", "planner"] and len(name) > 2}
+        assert siblings & set(PLANNER_MAY_IMPORT) <= PLANNER_MAY_IMPORT[name]
+        allowed = {"planner"} | BELOW_THE_PLANNER | (BELOW_THE_PROBE if name == "probe" else set())
+    elif folder == "titan" or module == "__init__":
+        allowed = EVERYTHING if folder else EVERYTHING - {"titan"}
+    else:
+        allowed = MAY_IMPORT[module]
     assert ours <= allowed
-    assert is_titan or "torchtitan" not in others
+    assert folder == "titan" or "torchtitan" not in others
     assert module not in NEITHER_TORCH or not others & {"torch", "numpy"}
