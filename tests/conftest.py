@@ -13,3 +13,20 @@ def no_garbage_collector():
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture(scope="module")
+def titan_on_cpu():
+    """TorchTitan's repairs for a machine with no accelerator."""
+    from titan_offload.titan.train import repair_for_cpu
+
+    histc = torch.histc
+    repair_for_cpu()
+    yield
+    torch.histc = histc
+
+
+@pytest.fixture
+def in_repo(monkeypatch, request):
+    """Paths in train configs are relative to the repository."""
+    monkeypatch.chdir(request.config.rootpath)

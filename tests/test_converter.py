@@ -17,7 +17,8 @@ from titan_offload.save_registry import registered_saves
 from titan_offload.titan.converter import OffloadConverter
 from titan_offload.titan.metrics import OffloadLogger
 from titan_offload.titan.models import layer_type
-from titan_offload.titan.train import repair_for_cpu
+
+pytestmark = pytest.mark.usefixtures("titan_on_cpu", "in_repo")
 
 CONFIG = ["--job.config_file", "train_configs/debug_cpu.toml"]
 # All models of TorchTitan 0.2.2 that have layers
@@ -28,19 +29,6 @@ FLAVORS = {
     "deepseek_v3": "debugmodel",
     "gpt_oss": "debugmodel",
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cpu():
-    histc = torch.histc
-    repair_for_cpu()
-    yield
-    torch.histc = histc
-
-
-@pytest.fixture(autouse=True)
-def in_repo(monkeypatch, request):
-    monkeypatch.chdir(request.config.rootpath)
 
 
 def parse(*flags):

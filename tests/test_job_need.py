@@ -7,8 +7,7 @@ from torchtitan.distributed import ParallelDims
 from titan_offload.need import LOADER_WORKER_BYTES, cpu_offload_bytes, staging_bytes
 from titan_offload.titan.need import NeedOfJob, actions_of
 
-in_repo = test_converter.in_repo
-cpu = test_converter.cpu
+pytestmark = pytest.mark.usefixtures("titan_on_cpu", "in_repo")
 
 
 def other_claims(*flags):

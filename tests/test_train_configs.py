@@ -19,7 +19,8 @@ import titan_offload.titan  # noqa: F401  registers the converter, as experiment
 from titan_offload.config import OffloadConfig
 from titan_offload.titan.converter import OffloadConverter
 from titan_offload.titan.job_config import SelectiveCheckpoint
-from titan_offload.titan.train import repair_for_cpu
+
+pytestmark = pytest.mark.usefixtures("titan_on_cpu", "in_repo")
 
 GIB = 1024**3
 FOLDER = Path("train_configs")
@@ -39,19 +40,6 @@ SMALL = {
     "debug_selective_cpu": (2, 6, 4 * 512 * 256 * 4),
 }
 ALL = {**{stem: entry[:3] for stem, entry in BIG.items()}, **SMALL}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cpu():
-    histc = torch.histc
-    repair_for_cpu()
-    yield
-    torch.histc = histc
-
-
-@pytest.fixture(autouse=True)
-def in_repo(monkeypatch, request):
-    monkeypatch.chdir(request.config.rootpath)
 
 
 @pytest.fixture
