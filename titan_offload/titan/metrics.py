@@ -55,6 +55,7 @@ class OffloadLogger(BaseLogger):
         self._num_steps = job_config.training.steps
         self._share: HostShare | None = None
         self._record: host_report.Record | None = None
+        self._state: host_report.Record = {}
         self._can_write = True
         self._own = report.RankReport(
             rank=dist.get_rank(),
@@ -77,7 +78,6 @@ class OffloadLogger(BaseLogger):
         self._record = host_report.budget_record(share.budgets, self._offloader.engine.config)
         if dist.get_rank() == 0:
             self._record["plan"] = self._plan(share)
-        if dist.get_rank() == 0:
             self._tell_of_the_last_run()
             _print(host_report.rank_table(self._record))
             for line in [*host_report.host_lines(self._record), *host_report.advice(self._record)]:
@@ -123,21 +123,21 @@ class OffloadLogger(BaseLogger):
         self._write_state(f"pinned {report.gib(done)} of {report.gib(total)} GiB")
 
     def _host_scalars(self) -> dict[str, float]:
+        """Of the last `_write_state`: TorchTitan logs the first step and each ``log_freq``-th right after it."""
         if self._share is None:
             return {}
-        process = read_process_memory()
         return {
             "offload/pinned_need(GiB)": (self._share.own.need_bytes or 0) / GIB,
             "offload/pinned_budget(GiB)": self._share.own.budget_bytes / GIB,
-            "offload/host_free(GiB)": read_host_memory().free_bytes / GIB,
-            "offload/process_shmem(GiB)": process.rss_shmem_bytes / GIB,
+            "offload/host_free(GiB)": self._state["free_bytes"] / GIB,
+            "offload/process_shmem(GiB)": self._state["process"]["rss_shmem_bytes"] / GIB,
         }
 
     def _write_state(self, phase: str) -> None:
         if self._record is None:  # nothing is moved
             return
         pool, own = self._offloader.engine.pool, self._own
-        state = {
+        self._state = {
             "phase": phase,
             "step": own.num_steps,
             "free_bytes": read_host_memory().free_bytes,
@@ -146,7 +146,7 @@ class OffloadLogger(BaseLogger):
             "kept_bytes": host_report.kept_for_lack_of_memory(own.last_step),
             "process": asdict(read_process_memory()),
         }
-        self._write(self._folder.write_state, self._record, own.rank, state)
+        self._write(self._folder.write_state, self._record, own.rank, self._state)
 
     def _write(self, write: Callable[..., None], *args: Any) -> None:
         """A folder that cannot be written is one warning: it must not end a run."""
