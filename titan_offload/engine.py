@@ -138,8 +138,10 @@ class OffloadEngine:
     @contextlib.contextmanager
     def _timed(self, region: Region | None, inputs: Sequence[object]) -> Iterator[None]:
         """Times what is done in the body, the forward of ``region``, as long as there is a `watch`."""
-        device = next((x.device for x in inputs if isinstance(x, torch.Tensor) and self.runtime.owns(x)), None)
-        if self.watch is None or region is None or device is None:
+        device = None
+        if self.watch is not None and region is not None:
+            device = next((x.device for x in inputs if isinstance(x, torch.Tensor) and self.runtime.owns(x)), None)
+        if device is None:
             yield
             return
         watch, part = self.watch, region.tape.part
