@@ -69,7 +69,7 @@ def _other_bytes(plan: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
     loader = training.get("dataloader", {})
     if workers := loader.get("num_workers", 0):
         batch_bytes = 2 * training.get("local_batch_size", 8) * plan["job"]["seq_len"] * 8  # tokens and labels, int64
-        other["data loader workers"] = data_loader_bytes(workers, batch_bytes, loader.get("prefetch_factor") or 2)
+        other["data loader workers"] = data_loader_bytes(workers, batch_bytes, loader.get("prefetch_factor"))
     return other
 
 

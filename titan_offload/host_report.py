@@ -66,6 +66,7 @@ def _rank_record(rank_budget: RankBudget) -> Record:
         "claims": None if facts.claims is None else [asdict(claim) for claim in facts.claims],
         "slot_bytes": facts.slot_bytes,
         "num_slots": facts.num_slots,
+        "other_bytes": facts.other_bytes,
         "need_bytes": rank_budget.need_bytes,
         "share_bytes": rank_budget.share_bytes,
         "budget_bytes": rank_budget.budget_bytes,
@@ -98,24 +99,19 @@ def rank_rows(record: Record, states: Mapping[int, Record] | None = None) -> lis
 
     Args:
         record: see `budget_record`.
-        states: by rank, what it reported last, see `state_record`.
+        states: by rank, what it reported last, see `run_folder`.
     """
     return [_row(rank, (states or {}).get(rank["rank"])) for rank in record["ranks"]]
 
 
 def _row(rank: Record, state: Record | None) -> list[str]:
     device, rates = rank["device"], rank.get("link_rates")
-    group = rank["shares_link_with"]
     return [
         str(rank["rank"]),
         rank["hostname"],
         rank["device_name"],
         device["pci_address"] or "-",
-        "alone"
-        if group == [rank["rank"]] and device["root_port"]
-        else ranks_text(group)
-        if device["root_port"]
-        else "-",
+        _group_text(rank),
         _numa_text(device),
         _rates_text(rates, "alone"),
         _rates_text(rates, "shared"),
@@ -126,6 +122,13 @@ def _row(rank: Record, state: Record | None) -> list[str]:
         gib(rank["kept_bytes"]) if state is None else gib(state["kept_bytes"]),
         _status(rank),
     ]
+
+
+def _group_text(rank: Record) -> str:
+    if rank["device"]["root_port"] is None:
+        return "-"
+    group = rank["shares_link_with"]
+    return "alone" if group == [rank["rank"]] else ranks_text(group)
 
 
 def _numa_text(device: Record) -> str:
@@ -161,7 +164,7 @@ def host_lines(record: Record) -> list[str]:
     lines = []
     for ranks in _by_host(record["ranks"]):
         needs = [rank["need_bytes"] for rank in ranks]
-        others = sum(_other_bytes(rank) for rank in ranks)
+        others = sum(rank["other_bytes"] for rank in ranks)
         line = f"host {ranks[0]['hostname']}, {_ranks_words([rank['rank'] for rank in ranks])}: needed "
         line += f"{'?' if None in needs else gib(sum(needs))} GiB, budgets "
         line += f"{gib(sum(rank['budget_bytes'] for rank in ranks))} GiB"
@@ -249,10 +252,6 @@ def _by_host(ranks: Sequence[Record]) -> list[list[Record]]:
     for rank in ranks:
         hosts.setdefault(rank["host"], []).append(rank)
     return list(hosts.values())
-
-
-def _other_bytes(rank: Record) -> int:
-    return sum(claim["num_bytes"] for claim in rank["claims"] or () if not claim["is_offload"])
 
 
 # Words

@@ -120,14 +120,14 @@ def staging_bytes(parameter_bytes: int, num_states: int = 2) -> int:
 
 
 def data_loader_bytes(
-    num_workers: int, batch_bytes: int, prefetch_factor: int = 2, worker_bytes: int = LOADER_WORKER_BYTES
+    num_workers: int, batch_bytes: int, prefetch_factor: int | None = None, worker_bytes: int = LOADER_WORKER_BYTES
 ) -> int:
     """Host memory of a rank's data loader: each worker's own, and the batches that it has ready.
 
     Args:
         num_workers: 0: the rank loads in its own process, which is no claim.
         batch_bytes: of one batch; of text, tokens and labels as int64: ``batch x seq_len x 16``.
-        prefetch_factor: batches that each worker loads ahead; torch's default is 2.
+        prefetch_factor: batches that each worker loads ahead. None: torch's default, 2.
         worker_bytes: see `LOADER_WORKER_BYTES`. Datasets that keep much in memory need more.
     """
-    return num_workers * (prefetch_factor * batch_bytes + worker_bytes)
+    return num_workers * ((prefetch_factor or 2) * batch_bytes + worker_bytes)

@@ -20,11 +20,9 @@ from titan_offload.apply import Offloader, find_blocks, modules_of, unwrapped
 from titan_offload.budget import Claim
 from titan_offload.need import block_input_bytes, cpu_offload_bytes, data_loader_bytes, max_in_flight, staging_bytes
 from titan_offload.save_policy import Call
+from titan_offload.saved_tensor import local_tensor
 from titan_offload.selective import BlockSaves
 from titan_offload.share import Need
-
-PREFETCHED_BATCHES = 2
-"""Of a worker, where the config does not say: the default of torch's DataLoader."""
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default  # any attention forward: the rules are the same
 
@@ -47,9 +45,8 @@ class NeedOfJob:
             self._batch = job_config.parallelism.pipeline_parallel_microbatch_size
         dtype = training.mixed_precision_param if parallel_dims.fsdp_enabled else training.dtype
         self._itemsize = TORCH_DTYPE_MAP[dtype].itemsize
-        self._local_seq_len = -(
-            -training.seq_len // parallel_dims.cp
-        )  # of attention: tensor parallel divides its heads
+        # Of attention: tensor parallel divides its heads.
+        self._local_seq_len = -(-training.seq_len // parallel_dims.cp)
 
     @property
     def block_input_bytes(self) -> int:
@@ -134,22 +131,18 @@ class NeedOfJob:
     def _other_claims(self, parts: Sequence[nn.Module]) -> list[Claim]:
         training, checkpoint = self._job_config.training, self._job_config.checkpoint
         parameters = [p for part in parts for p in part.parameters()]
-        trained = [_local(p).nbytes for p in parameters if p.requires_grad]
+        trained = [local_tensor(p).nbytes for p in parameters if p.requires_grad]
+        parameter_bytes = sum(local_tensor(p).nbytes for p in parameters)
         batch_bytes = 2 * training.local_batch_size * training.seq_len * torch.int64.itemsize  # tokens and labels
         claims = {}
         if training.enable_cpu_offload:
             claims["gradients and optimizer state (FSDP2 CPU offload)"] = cpu_offload_bytes(trained)
         if checkpoint.enable and checkpoint.async_mode != "disabled":
-            claims["staging of asynchronous checkpoints"] = staging_bytes(sum(_local(p).nbytes for p in parameters))
+            claims["staging of asynchronous checkpoints"] = staging_bytes(parameter_bytes)
         if (loader := training.dataloader).num_workers:
-            claims["data loader workers"] = data_loader_bytes(
-                loader.num_workers, batch_bytes, loader.prefetch_factor or PREFETCHED_BATCHES
-            )
+            num_bytes = data_loader_bytes(loader.num_workers, batch_bytes, loader.prefetch_factor)
+            claims["data loader workers"] = num_bytes
         return [Claim(name, num_bytes, is_offload=False) for name, num_bytes in claims.items()]
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _router_sizes(saves: BlockSaves, name: str, router: TokenChoiceTopKRouter, tokens: int) -> Iterator[int]:
