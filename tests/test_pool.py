@@ -307,9 +307,9 @@ def test_pieces_of_a_slot_carry_its_event():
 
 
 def test_a_joined_slab_carries_the_events_of_its_pieces_that_are_not_done():
-    """Guards: `_clear`, `_join_free_slabs`."""
+    """Guards: `_pending`, `_join_free_slab`."""
     pool = make_pool()
-    pool.free(pool.allocate(3 * MIB), None)
+    pool.reserve([(MIB, 3)])
     events = [FakeEvent() for _ in range(3)]
     for slot, event in zip([pool.allocate(MIB) for _ in range(3)], events, strict=True):
         pool.free(slot, event)
@@ -457,6 +457,24 @@ def test_steps_of_reserved_shapes_make_no_slab_in_any_order(slots, rng, rounds):
     assert all(len(slot.events) == 1 for slot in [pool.allocate(size) for size in sizes])
 
 
+@hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
+@hypothesis.given(st.lists(st.integers(1, 40 * ALIGNMENT), min_size=1, max_size=20), st.randoms())
+def test_smaller_shapes_in_between_make_no_slab(sizes, rng):
+    """Nothing was reserved; each step has all slots of the first one, in any order, each as large or smaller. Guards:
+    that slabs for which nobody foresaw the shape get their slots back, too."""
+    pool = make_pool()
+    pinned = []
+    for step in range(6):
+        live = [pool.allocate(rng.randint(1, size) if step else size) for size in sizes]
+        pinned.append(pool.bytes_pinned)
+        rng.shuffle(live)
+        for slot in live:
+            pool.free(slot, None)
+        rng.shuffle(sizes)
+    assert pinned == pinned[:1] * 6
+    assert pool.bytes_in_use == 0
+
+
 @pytest.mark.parametrize("odd", [79, 81, 40, 39, 700, 1])
 def test_reserved_slabs_get_their_slots_back_after_a_step_of_another_shape(odd):
     """The budget is what the usual shapes need. Guards: `_cut` in `free`, and `is_recut` of split and joined slabs."""
@@ -539,7 +557,7 @@ def test_memory_that_is_given_back_is_gone_before_more_is_asked_for(refuses):
 
 
 def test_many_small_slots_are_cut_and_joined_in_good_time():
-    """100,000 slots; going through all of them for each would take minutes. Guards: `_clear`."""
+    """100,000 slots; going through all of them for each would take minutes. Guards: `_unlist`."""
     pool = make_pool()
     pool.reserve([(ALIGNMENT, 100_000)])
     for size in (2 * ALIGNMENT, ALIGNMENT):

@@ -4,13 +4,13 @@ Owns every byte of host memory that the engine writes to. Relies on the runtime 
 its caller for locking and for the order of copies: a slot carries the events that must be done before it is written.
 
 How it works: free space is a set of *extents*, found by exact size first (constant shapes: O(1)), then by best fit,
-which splits. Extents are not joined again when they come back, so that next step finds the same sizes; a slab that is
-wholly free is joined when nothing fits. Only then does the pool grow, by one slab of the size asked for, or 1/64 of
-what it has, if that is more: at most 1.6 % is idle, and the number of slabs grows with the logarithm of the size.
-Before it grows it gives back free slabs that were too small, so that changing shapes cost the largest, not the sum.
+which splits. A slab is made for slots of one size, and once it is wholly free it is cut into these again: next step
+finds the same sizes, and what had room once has it again whatever smaller shapes came in between. A slab that is wholly
+free is joined when nothing fits. Only then does the pool grow, by one slab of the size asked for, or 1/64 of what it
+has, if that is more: at most 1.6 % is idle, and the number of slabs grows with the logarithm of the size. Before it
+grows it gives back free slabs that were too small, so that changing shapes cost the largest, not the sum.
 
-Who knows the shapes beforehand has `reserve` make few, large slabs, cut into slots of these sizes, and growth is then
-for what nobody foresaw. A reserved slab that was cut otherwise meanwhile gets its slots back once it is wholly free.
+Who knows the shapes beforehand has `reserve` make few, large slabs, and growth is then for what nobody foresaw.
 
 The machine may refuse a slab though the budget has room. The pool then asks once more, for an eighth of it, and goes on
 with slabs of that size; refused again, it stays at what it has, says so once, and never asks again: a driver that was
@@ -39,11 +39,11 @@ SMALLER = 8
 
 @dataclass(eq=False)
 class Slab:
-    """One piece of pinned memory. A reserved one is cut into slots of ``slot_bytes``, unless ``is_recut``."""
+    """One piece of pinned memory. It is cut into slots of ``slot_bytes``, unless ``is_recut``."""
 
     buffer: torch.Tensor
     pinned_bytes: int
-    slot_bytes: int = 0
+    slot_bytes: int
     is_recut: bool = False
     num_used: int = 0
     free: set["Extent"] = field(default_factory=set)
@@ -147,7 +147,7 @@ class PinnedPool:
         done, all_bytes = 0, sum(size * num for size, num in plan)
         while plan:
             size, num = plan.popleft()
-            if not self._make_slab(size, num, is_reserved=True):
+            if not self._make_slab(size, num):
                 plan = deque(self._plan(counts))
                 continue
             done += size * num
@@ -182,6 +182,13 @@ class PinnedPool:
 
     def allocate(self, num_bytes: int) -> Slot | None:
         """A slot of ``num_bytes``, or None where neither budget nor machine has room for it."""
+        try:
+            return self._allocate(num_bytes)
+        except BaseException:
+            self._index()
+            raise
+
+    def _allocate(self, num_bytes: int) -> Slot | None:
         size = _align(num_bytes)
         extent = self._take(size)
         if extent is None and self._join_free_slab(size):
@@ -190,23 +197,41 @@ class PinnedPool:
             extent = self._take(size)
         if extent is None:
             return None
+        slot = Slot(extent, num_bytes)
         extent.slab.num_used += 1
+        extent.slab.free.remove(extent)  # until here an error leaves it free, with its events
         self.bytes_in_use += size
         self.peak_bytes_in_use = max(self.peak_bytes_in_use, self.bytes_in_use)
-        return Slot(extent, num_bytes)
+        return slot
 
     def free(self, slot: Slot, event: Event | None) -> None:
         """Takes ``slot`` back, to be written again only after ``event``: its last copy, in or out; None: no copy."""
+        try:
+            self._free_slot(slot, event)
+        except BaseException:
+            self._index()
+            raise
+
+    def _free_slot(self, slot: Slot, event: Event | None) -> None:
         extent = slot.extent
         if event is not None:
             extent.events = (self._runtime.scrub(slot.buffer, event),)
+        self._put(extent)
         extent.slab.num_used -= 1
         self.bytes_in_use -= extent.size
-        self._put(extent)
         if extent.slab.is_recut and extent.slab.num_used == 0:
             self._cut(extent.slab)
         if self._is_retired:
             self._release_free_slabs()
+
+    def _index(self) -> None:
+        """After an error, which may have come between any two lines (an interrupt does): what is free is what the slabs
+        say. A slot may count as in use that is not; none is handed out twice, nor before its events."""
+        self._free = {}
+        for slab in self._slabs:
+            for extent in slab.free:
+                self._free.setdefault(extent.size, []).append(extent)
+        self._sizes = sorted(self._free)
 
     def _take(self, size: int) -> Extent | None:
         """The smallest free extent that holds ``size`` bytes, cut to it."""
@@ -215,25 +240,25 @@ class PinnedPool:
             if fits == len(self._sizes):
                 return None
             extent = self._pop(self._sizes[fits])
-            extent.slab.is_recut = extent.slab.slot_bytes > 0
-            self._put(Extent(extent.slab, extent.start + size, extent.size - size, extent.events))
+            extent.slab.is_recut = True
+            rest = Extent(extent.slab, extent.start + size, extent.size - size, extent.events)
             extent.size = size
+            self._put(rest)
             return extent
         return self._pop(size)
 
     def _pop(self, size: int) -> Extent:
         extents = self._free[size]
         extent = extents.pop()
-        extent.slab.free.remove(extent)
         self._forget_if_empty(size)
         return extent
 
     def _put(self, extent: Extent) -> None:
+        extent.slab.free.add(extent)
         if extent.size not in self._free:
             self._free[extent.size] = []
             bisect.insort(self._sizes, extent.size)
         self._free[extent.size].append(extent)
-        extent.slab.free.add(extent)
 
     def _forget_if_empty(self, size: int) -> None:
         if not self._free[size]:
@@ -247,26 +272,33 @@ class PinnedPool:
         if not fits:
             return False
         slab = min(fits, key=lambda slab: slab.num_bytes)
-        events = self._clear(slab)
-        self._put(Extent(slab, 0, slab.num_bytes, events))
-        slab.is_recut = slab.slot_bytes > 0
+        self._recut(slab, slab.num_bytes)
+        slab.is_recut = True
         return True
 
     def _cut(self, slab: Slab) -> None:
-        """Cuts a reserved slab that is free into its slots."""
-        events = self._clear(slab)
-        for start in range(0, slab.num_bytes, slab.slot_bytes):
-            self._put(Extent(slab, start, slab.slot_bytes, events))
+        """Cuts a slab that is free into its slots."""
+        self._recut(slab, slab.slot_bytes)
         slab.is_recut = False
 
-    def _clear(self, slab: Slab) -> tuple[Event, ...]:
-        """Takes all of a free slab's extents out of the free set. Returns the events still to wait for."""
+    def _recut(self, slab: Slab, size: int) -> None:
+        events = self._pending(slab)
+        self._unlist(slab)
+        extents = [Extent(slab, start, size, events) for start in range(0, slab.num_bytes, size)]
+        slab.free = set(extents)  # at once: until here an error leaves it as it was
+        for extent in extents:
+            self._put(extent)
+
+    def _pending(self, slab: Slab) -> tuple[Event, ...]:
+        """What is still to be waited for before a free slab is written."""
+        events = dict.fromkeys(event for extent in slab.free for event in extent.events)
+        return tuple(event for event in events if not self._runtime.query(event))
+
+    def _unlist(self, slab: Slab) -> None:
+        """Nothing of the slab is found any more."""
         for size in {extent.size for extent in slab.free}:
             self._free[size] = [extent for extent in self._free[size] if extent.slab is not slab]
             self._forget_if_empty(size)
-        events = dict.fromkeys(event for extent in slab.free for event in extent.events)
-        slab.free.clear()
-        return tuple(event for event in events if not self._runtime.query(event))
 
     def _grow(self, size: int) -> bool:
         """Makes a slab of at least ``size`` bytes. Returns False where there is no room for it."""
@@ -284,7 +316,7 @@ class PinnedPool:
                 return True
         return False
 
-    def _make_slab(self, size: int, num: int, is_reserved: bool = False) -> bool:
+    def _make_slab(self, size: int, num: int) -> bool:
         """Makes a slab for ``num`` slots. Returns False where the machine refuses."""
         num_bytes = size * num
         try:
@@ -292,12 +324,9 @@ class PinnedPool:
         except RuntimeError as error:
             self._note_refusal(size, num, error)
             return False
-        slab = Slab(buffer, self._runtime.pinned_bytes(num_bytes), size if is_reserved else 0)
+        slab = Slab(buffer, self._runtime.pinned_bytes(num_bytes), size)
         self._slabs.append(slab)
-        if is_reserved:
-            self._cut(slab)
-        else:
-            self._put(Extent(slab, 0, num_bytes))
+        self._cut(slab)
         self.bytes_pinned += slab.pinned_bytes
         self.peak_bytes_pinned = max(self.peak_bytes_pinned, self.bytes_pinned)
         self.num_grown += 1
@@ -334,9 +363,11 @@ class PinnedPool:
         return self.budget_bytes is None or needed <= self.budget_bytes
 
     def _release(self, slab: Slab) -> None:
-        for event in self._clear(slab):
+        for event in self._pending(slab):
             self._runtime.synchronize(event)
+        self._unlist(slab)
         self._slabs.remove(slab)
+        slab.free.clear()  # they refer to the slab, and its memory must go now
         self._runtime.free_pinned(slab.buffer)
         self.bytes_pinned -= slab.pinned_bytes
 
