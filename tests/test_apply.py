@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from titan_offload import HostRuntime, OffloadConfig, OffloadStats, apply_offload
-from titan_offload.apply import find_blocks
+from titan_offload.blocks import find_blocks
 
 FAST = {"link_gb_per_s": None, "jitter_ms": 0.0}
 
@@ -151,7 +151,7 @@ def try_apply(model, blocks="layers.*", **config):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_leaves_the_model_as_it_was(name):
-    """Guards: that all checks come before the first `_install`."""
+    """Guards: that all checks come before the first `install`."""
     prepare, settings, message = REFUSED[name]
     model = toy.make_model()
     prepare(model)
@@ -251,7 +251,7 @@ def test_budget_bytes_overrides_the_config():
 
 
 def test_remove_leaves_nothing_behind():
-    """Guards: `_Installed.undo`, `retire`; and that nothing of ours outlives the offloader."""
+    """Guards: `Installed.undo`, `retire`; and that nothing of ours outlives the offloader."""
     model = toy.make_model()
     before = snapshot(model)
     offloader = toy.offload(model)
@@ -363,7 +363,7 @@ def test_number_of_checkpoint_frames_and_recomputes_is_the_same(monkeypatch):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_copy_trains_its_own_weights_and_is_not_under_offload(times):
-    """Pipeline parallelism deep-copies the model. Guards: `_BlockForward.__deepcopy__`."""
+    """Pipeline parallelism deep-copies the model. Guards: `HookedForward.__deepcopy__`."""
     model = toy.make_model()
     offloader = toy.offload(model)
     copied = model
@@ -405,6 +405,23 @@ def test_a_copy_may_be_put_under_offload_and_outlives_the_original():
     toy.assert_same_grads(copied, reference())
 
 
+def test_a_model_that_is_saved_whole_is_loaded_without_offload(tmp_path):
+    """``torch.save`` of the modules, not of their state dict. Guards: `HookedForward.__reduce__`."""
+    model, expected = toy.make_model(), reference()
+    offloader = toy.offload(model)
+    del model.between, model.call  # functions without a name
+    torch.save(model, tmp_path / "model.pt")
+    assert b"titan_offload" not in (tmp_path / "model.pt").read_bytes()
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    torch.save(model.layers["1"], tmp_path / "block.pt")
+    loaded.layers["1"] = torch.load(tmp_path / "block.pt", weights_only=False)
+    for m, num_moved in ((loaded, 0), (model, toy.NUM_BLOCKS - 1)):
+        m.between, m.call = expected.between, expected.call
+        train_step(m)
+        toy.assert_same_grads(m, expected)
+        assert offloader.step_end().num_offloads == num_moved
+
+
 # Selective checkpoints
 
 
@@ -424,7 +441,7 @@ def make_selective_model() -> nn.Module:
 @pytest.mark.parametrize("keep_last", [0, 1])
 def test_selective_checkpoint_moves_exactly_the_block_inputs(keep_last):
     """TorchTitan's mode "selective" by op. From torch 2.14 a FutureWarning says that saved outputs will reach
-    saved-tensor hooks. Guards: `respect_saved_tensors_hooks=False` in `_install`."""
+    saved-tensor hooks. Guards: `respect_saved_tensors_hooks=False` in `install`."""
     model, expected = make_selective_model(), make_selective_model()
     before = snapshot(model)
     offloader = toy.offload(model, keep_last=keep_last)

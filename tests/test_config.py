@@ -13,8 +13,7 @@ COUNTS = ("keep_last", "prefetch_lookahead", "max_inflight_offloads")
 SIZES = ("min_offload_mib", "pinned_budget_gib")
 
 BAD = [
-    *[("mode", value, '"none", "block_inputs"') for value in ("block_input", "", "None", None, 1, True)],
-    ("mode", "all", "block_inputs"),  # known, but not built yet
+    *[("mode", value, '"none", "block_inputs", "all"') for value in ("block_input", "", "None", None, 1, True)],
     *[("schedule", value, '"overlap", "sync"') for value in ("async", "Overlap", None, 0)],
     *[("on_exhausted", value, '"keep", "error"') for value in ("raise", "", None, False)],
     *[("limit", value, '"memory", "link"') for value in ("Link", "", None, True)],
@@ -34,18 +33,18 @@ BAD = [
 
 @pytest.mark.parametrize(("key", "value", "allowed"), BAD)
 def test_bad_value_is_refused_with_key_value_and_what_is_allowed(key, value, allowed):
-    """Guards: each `_check_*` and the refusal of mode "all"."""
+    """Guards: each `_check_*`."""
     with pytest.raises(ValueError, match=re.escape(f"activation_offload.{key} = ")) as error:
         OffloadConfig(**{key: value})
     text = str(error.value)
-    assert (f'"{value}"' if value == "all" else repr(value)) in text
+    assert repr(value) in text
     assert allowed in text
     assert "set it to" in text
 
 
-def test_mode_all_says_that_it_is_not_built_yet():
-    with pytest.raises(ValueError, match="not built yet"):
-        OffloadConfig(mode="all")
+def test_the_limit_of_the_link_is_for_blocks_that_are_recomputed():
+    with pytest.raises(ValueError, match=r'limit = "link" does not go with activation_offload.mode = "all".*Set mode'):
+        OffloadConfig(mode="all", limit="link")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -59,6 +61,26 @@ def finish(model, job_config):
     with torch.no_grad():
         model.init_weights(buffer_device=torch.device("cpu"))
     return model.train()
+
+
+def test_a_run_leaves_nothing_behind_in_the_process():
+    """FSDP2 keeps the class of each model that it was given, for the life of the process."""
+    classes = []
+
+    def run():
+        job_config = parse()
+        converter = make_converter()
+        model = build("llama3", job_config, n_layers=2)
+        converter.convert(model)
+        classes.append(type(model))
+        part = finish(copy.deepcopy(model), job_config)
+        assert converter._offloader.part_fqns
+        return [weakref.ref(x) for x in (converter, converter._offloader, model, part)]
+
+    seen = run() + run()
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * 8
+    assert classes[0] is classes[1]
 
 
 @pytest.mark.parametrize("name", FLAVORS)
@@ -187,7 +209,7 @@ def test_expected_block_input_bytes_and_a_budget_below_it(flags, dims, num_bytes
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--activation_offload.mode", "all"], "not built yet"),
+        (["--activation_offload.mode", "all", "--activation_offload.limit", "link"], 'limit = "link" does not go'),
         (["--activation_offload.mode", "blocks"], "activation_offload.mode = 'blocks'"),
         (["--activation_offload.keep_last", "-1"], "activation_offload.keep_last = -1"),
         (["--selective_checkpoint.save_matmul_min_k", "-1"], "selective_checkpoint.save_matmul_min_k = -1"),
@@ -205,7 +227,13 @@ def test_help_shows_every_key_with_its_default(capsys):
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for key in ("mode", "schedule", "keep-last", "prefetch-lookahead", "max-inflight-offloads", "min-offload-mib"):
         assert f"--activation-offload.{key}" in text
-    assert "newest block inputs of a model part that stay on the device" in text
+    assert "newest blocks of a model part whose tensors stay on the device" in text
+    for combination in (
+        '"block_inputs", with activation_checkpoint.mode "full"',
+        '"all" with activation_checkpoint.mode "none": every activation that autograd saves, and nothing is recomputed',
+        '"all" with "full": each block\'s input, and what is saved outside the blocks',
+    ):
+        assert combination in text.replace("``", "")
 
 
 # ---- selective saves ------------------------------------------------------------------------------------------------

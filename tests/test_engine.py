@@ -384,8 +384,8 @@ def test_backward_that_goes_another_way_gives_prefetched_memory_back():
     torch.autograd.grad(outputs[5].sum(), weight, retain_graph=True)  # works on region 4, prefetches 3
     weight = model.layers["1"]._checkpoint_wrapped_module.w1.weight
     torch.autograd.grad(outputs[2].sum(), weight, retain_graph=True)  # works on region 1, prefetches 0
-    regions = [ref() for ref in next(iter(offloader.engine._tapes.values()))().regions]
-    states = [region.payloads[0]().state for region in regions]
+    regions = [ref() for ref in offloader.engine.tapes.alive()[0].regions]
+    states = [next(iter(region.payloads))().state for region in regions]
     assert states.count(State.H2D_IN_FLIGHT) == 1
     assert states[0] is State.H2D_IN_FLIGHT
     outputs.clear()
@@ -422,12 +422,12 @@ def test_parts_of_one_model_share_the_pool():
 
 @pytest.mark.parametrize("how", ["no_grad", "eval"])
 def test_forwards_without_backward_leave_no_trace(how):
-    """Guards: the first lines of `_BlockForward.__call__`. A validation pass between forward and backward."""
+    """Guards: the first lines of `HookedForward.__call__`. A validation pass between forward and backward."""
     tokens = toy.make_tokens()
     model = toy.make_model()
     offloader = toy.offload(model)
     loss = model.loss(tokens)
-    before = (offloader.engine._num_tapes, toy.slots_in_use(offloader))
+    before = (offloader.engine.tapes.num_opened, toy.slots_in_use(offloader))
     if how == "no_grad":
         with torch.no_grad():
             model.loss(toy.make_tokens(1))
@@ -435,7 +435,7 @@ def test_forwards_without_backward_leave_no_trace(how):
         model.eval()
         model.loss(toy.make_tokens(1))
         model.train()
-    assert (offloader.engine._num_tapes, toy.slots_in_use(offloader)) == before
+    assert (offloader.engine.tapes.num_opened, toy.slots_in_use(offloader)) == before
     loss.backward()
     toy.assert_same_grads(model, reference(tokens))
 
@@ -602,7 +602,7 @@ def test_hidden_state_by_keyword_moves_too():
 
 @pytest.mark.parametrize("when", ["copying", "copied", "kept"])
 def test_in_place_change_of_a_packed_input_raises_as_autograd_would(when):
-    """Guards: `_check_version` in `_drop_oldest`, in `_bring_back` and in `unpack`."""
+    """Guards: the version in `_drop_oldest`, and `check_version` in `_bring_back` and in `unpack`."""
     model = toy.make_model(num_blocks=3)
     offloader = toy.offload(model, keep_last=1, max_inflight_offloads=0)
     runtime = offloader.engine.runtime
@@ -1145,7 +1145,7 @@ def test_exact_order_with_schedule_sync():
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
 def test_lookahead_is_the_number_of_regions_reloaded_ahead(lookahead):
-    """Guards: `_regions_after`. Which reloads have started once each region has unpacked its inputs."""
+    """Guards: `regions_after`. Which reloads have started once each region has unpacked its inputs."""
     model = toy.make_model()
     offloader = toy.offload(model, keep_last=1, max_inflight_offloads=1, prefetch_lookahead=lookahead)
     started, reached = [], {}
@@ -1352,7 +1352,7 @@ def test_saved_outputs_do_not_keep_their_own_graph_alive(in_backward):
     """A compiled block saves outputs of its own, and hooks are given them with their history: a handle that held that
     would close a cycle. Guards: `detach` in `pack`, and in the hooks of a recompute in `region`."""
     offloader = toy.offload(toy.make_model(), keep_last=0)
-    part = next(iter(offloader.engine._current), None) or titan_offload.tape.ModelPart(["block"], set)
+    part = titan_offload.tape.ModelPart(["block"], lambda index: ())
     storages = []
 
     def run(x):
@@ -1396,7 +1396,7 @@ def test_graph_dropped_while_a_reload_is_under_way():
 def test_saved_outputs_of_a_recompute_do_not_keep_their_own_graph_alive():
     """As above where an outer checkpoint recomputes the region inside backward. Guards: `detach` in the hooks there."""
     offloader = toy.offload(toy.make_model(), keep_last=0)
-    part = titan_offload.tape.ModelPart(["block"], set)
+    part = titan_offload.tape.ModelPart(["block"], lambda index: ())
     storages = []
 
     def run(x):

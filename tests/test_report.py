@@ -66,3 +66,15 @@ def test_start_block_without_block_inputs():
         "Activation offload: saved outputs of 1 of 2 blocks (layers.0 .. layers.0) go to pinned host memory"
     )
     assert not any("MiB, together" in line for line in lines)
+
+
+def test_start_block_of_mode_all():
+    config = OffloadConfig(mode="all", keep_last=2)
+    lines = report.start_block([f"layers.{i}" for i in range(4)], config, 2**30, 2**20).splitlines()
+    assert lines[0] == (
+        "Activation offload: saved activations of 2 of 4 blocks (layers.0 .. layers.1) go to pinned host memory"
+    )
+    assert lines[-1] == (
+        "  on the device stay: the last 2 of each microbatch in flight, what comes after them, and whatever is under 1 "
+        "MiB"
+    )

@@ -25,13 +25,20 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """``between`` may change the hidden state before each block; ``call`` says how a block is called."""
+    """``between`` may change the hidden state before each block; ``call`` says how a block is called; ``wrap`` is done
+    to each block."""
 
-    def __init__(self, num_blocks: int = NUM_BLOCKS, dim: int = DIM, block: type[nn.Module] = Block) -> None:
+    def __init__(
+        self,
+        num_blocks: int = NUM_BLOCKS,
+        dim: int = DIM,
+        block: type[nn.Module] = Block,
+        wrap: Callable[[nn.Module], nn.Module] = checkpoint_wrapper,
+    ) -> None:
         super().__init__()
         self.emb = nn.Embedding(VOCAB, dim)
         self.register_buffer("rope", torch.linspace(0.5, 1.5, dim), persistent=False)
-        self.layers = nn.ModuleDict({str(i): checkpoint_wrapper(block(dim)) for i in range(num_blocks)})
+        self.layers = nn.ModuleDict({str(i): wrap(block(dim)) for i in range(num_blocks)})
         self.head = nn.Linear(dim, VOCAB)
         self.between: Callable[[int, torch.Tensor], torch.Tensor] = lambda i, h: h
         self.call: Callable[..., torch.Tensor] = lambda block, h, rope: block(h, rope, mask=None)

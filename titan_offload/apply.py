@@ -1,48 +1,43 @@
 """apply_offload: finds a model's blocks and puts the engine around their forwards, and selective saves into them.
 
-Owns everything that knows modules by name. The hook is an instance attribute ``forward`` of the block as it is after
-tensor parallel, checkpointing, compile and ``fully_shard``: inside FSDP2's own forward hooks, so that it sees inputs as
-cast and parameters as gathered, and outside the checkpoint and any compiled region. Selective saves are the
-``context_fn`` of the block's checkpoint. The module tree, module names and state dict keys stay as they are, and
-`Offloader.remove` leaves nothing behind.
+Owns the choice: which modules get a hook, and what is refused. `blocks` finds them by name, `module_hooks` puts the
+hooks on. The module tree, module names and state dict keys stay as they are, and `Offloader.remove` leaves nothing.
 """
 
-import contextlib
 import dataclasses
-import functools
-import inspect
 import logging
-import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.utils.checkpoint import checkpoint
 
+from titan_offload.blocks import (
+    checkpoint_of,
+    clean_fqn,
+    find_blocks,
+    is_compiled,
+    matching_blocks,
+    modules_of,
+    unwrapped,
+)
 from titan_offload.config import OffloadConfig, SelectiveConfig
 from titan_offload.engine import OffloadEngine
 from titan_offload.host_runtime import HostRuntime
 from titan_offload.link import LinkRates
 from titan_offload.link_limit import LinkLimit
+from titan_offload.module_hooks import BlockForward, HookedForward, Installed, ModelForward, entry_of, install, state_of
 from titan_offload.planner.link_choice import LinkChoice
 from titan_offload.pool import PinnedPool
 from titan_offload.runtime import AcceleratorRuntime, Runtime
 from titan_offload.save_policy import check_save_ops, matches_module
 from titan_offload.save_registry import closest
-from titan_offload.saved_tensor import storage_id
 from titan_offload.selective import BlockSaves, SelectiveSaves
 from titan_offload.share import HostShare, current_device, share_host
 from titan_offload.stats import OffloadStats
 from titan_offload.tape import ModelPart
 
 logger = logging.getLogger(__name__)
-
-_WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module", "_orig_mod")
-"""Name segments that checkpointing and compile add, and that users do not write."""
 
 LayerTypeOf = Callable[[nn.Module], str | None]
 
@@ -83,9 +78,9 @@ def apply_offload(
 
     Raises:
         ValueError: no block matches, none is checkpointed, one is checkpointed in reentrant mode or has offload
-            already, or ``keep_last`` leaves nothing to move; ``selective`` names an op, module or layer type that does
-            not exist, or asks of a compiled block what only an eager one can do; the host has not the memory that was
-            asked for. The model is as it was.
+            already, ``keep_last`` leaves nothing to move, or the model is compiled as a whole; ``selective`` names an
+            op, module or layer type that does not exist, or asks of a compiled block what only an eager one can do; the
+            host has not the memory that was asked for. The model is as it was.
     """
     if selective is not None:
         check_selective(model, selective, blocks, layer_type_of)
@@ -140,7 +135,7 @@ class Offloader:
         self._link_limit = LinkLimit(engine)
         self._parts: list[ModelPart] = []
         self._layer_type_of = layer_type_of or layer_type_attribute
-        self._installed: list[_Installed] = []
+        self._installed: list[Installed] = []
         self._stats = OffloadStats()
 
     def attach(self, model: nn.Module, *, blocks: str = "layers.*") -> None:
@@ -149,20 +144,29 @@ class Offloader:
         is_asked = moves or self.selective is not None
         if not is_asked and not self.saves.policy.rules:
             return
-        matching = find_blocks(model, blocks) if is_asked else _matching_blocks(model, blocks)
-        wrappers = {fqn: _checkpoint_of(block) for fqn, block in matching.items()}
-        found = {fqn: block for fqn, block in matching.items() if wrappers[fqn]}
+        if is_asked and is_compiled(model):
+            raise ValueError(
+                f"{type(unwrapped(model)).__name__} is compiled as a whole, and offload would break its graph at each "
+                "block; compile the blocks one by one instead, as TorchTitan does"
+            )
+        matching = find_blocks(model, blocks) if is_asked else matching_blocks(model, blocks)
+        wrappers = {fqn: checkpoint_of(block) for fqn, block in matching.items()}
+        moves_all = self.engine.config.mode == "all"
+        found = {fqn: block for fqn, block in matching.items() if wrappers[fqn] or moves_all}
         if not found and not is_asked:
             return  # registered saves have no region to be in
         _check_blocks(found, blocks, self.engine.config.keep_last if moves else 0)
-        for fqn in found if moves else ():
-            _check_not_reentrant(fqn, wrappers[fqn])
-        block_saves = {fqn: self._make_saves(fqn, block, wrappers[fqn]) for fqn, block in found.items()}
-        part = ModelPart(list(found), _storages_of_state(model))
+        checkpointed = {fqn: wrapper for fqn, wrapper in wrappers.items() if wrapper}
+        for fqn, wrapper in checkpointed.items() if moves else ():
+            _check_not_reentrant(fqn, wrapper)
+        saves = {fqn: self._make_saves(fqn, found[fqn], wrapper) for fqn, wrapper in checkpointed.items()}
+        is_checkpointed = [fqn in checkpointed for fqn in found]
+        part = ModelPart(list(found), state_of(model, list(found.values())), is_checkpointed)
         for index, (fqn, block) in enumerate(found.items()):
-            saves = block_saves[fqn]
-            forward = _BlockForward(block, self.engine, saves, part, index) if moves else None
-            self._installed.append(_install(block, wrappers[fqn], forward, saves))
+            forward = BlockForward(block, self.engine, saves.get(fqn), part, index) if moves else None
+            self._installed.append(install(block, wrappers[fqn], forward, saves.get(fqn)))
+        if moves_all:
+            self._installed.append(install(model, None, ModelForward(model, self.engine, part), None))
         if moves:
             self.part_fqns.append(part.fqns)
             self._parts.append(part)
@@ -171,6 +175,12 @@ class Offloader:
     def moves(self) -> bool:
         """Whether anything is to be moved."""
         return self.engine.config.mode != "none" or self.saves.offloads
+
+    @property
+    def fqns_saving_all(self) -> set[str]:
+        """Names of the attached blocks that are not checkpointed: all that autograd saves of them moves."""
+        pairs = (pair for part in self._parts for pair in zip(part.fqns, part.is_checkpointed, strict=True))
+        return {fqn for fqn, is_checkpointed in pairs if not is_checkpointed}
 
     def _make_saves(self, fqn: str, block: nn.Module, wrapper: CheckpointWrapper) -> BlockSaves | None:
         """Selective saves of a block; None: no rule can match in it."""
@@ -184,7 +194,7 @@ class Offloader:
                 f"{fqn} is checkpointed with debug=True, which torch does not allow together with selective saves, the "
                 "registered ones included; set activation_checkpoint.debug = false"
             )
-        if isinstance(block, OptimizedModule) and self.selective is not None:
+        if is_compiled(block) and self.selective is not None:
             _check_compiled(fqn, self.selective)
         saves = BlockSaves(
             self.saves,
@@ -292,63 +302,6 @@ def _check_compiled(fqn: str, selective: SelectiveConfig) -> None:
         )
 
 
-def find_blocks(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """The outermost modules whose cleaned names match ``pattern``, in the order in which the model holds them.
-
-    Raises:
-        ValueError: nothing matches.
-    """
-    found = _matching_blocks(model, pattern)
-    if not found:
-        names = [clean_fqn(name) for name, _ in model.named_modules()]
-        containers = sorted({f"{fqn.rsplit('.', 1)[0]}.*" for fqn in names if fqn.rsplit(".", 1)[-1].isdigit()})
-        raise ValueError(
-            f"blocks = {pattern!r} matches no module of {type(model).__name__}; set it to a glob on module names, such "
-            f"as {', '.join(containers) or ', '.join(name for name in names[1:6])}"
-        )
-    return found
-
-
-def _matching_blocks(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        fqn = clean_fqn(name)
-        if fqn and fqn not in found and _matches(fqn, pattern):
-            found[fqn] = module
-    return found
-
-
-def clean_fqn(name: str) -> str:
-    """A module name as users write it."""
-    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
-
-
-def modules_of(block: nn.Module, fqn: str) -> dict[str, nn.Module]:
-    """The block and its modules by fully qualified name; of a wrapped one, the wrapper."""
-    modules: dict[str, nn.Module] = {}
-    for name, module in block.named_modules():
-        modules.setdefault(clean_fqn(".".join(part for part in (fqn, name) if part)), module)
-    return modules
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside the wrappers of compile and checkpointing."""
-    while isinstance(module, OptimizedModule | CheckpointWrapper):
-        module = module._orig_mod if isinstance(module, OptimizedModule) else module._checkpoint_wrapped_module
-    return module
-
-
-def _matches(fqn: str, pattern: str) -> bool:
-    segments, globs = fqn.split("."), pattern.split(".")
-    return len(segments) == len(globs) and all(map(fnmatchcase, segments, globs))
-
-
-def _checkpoint_of(block: nn.Module) -> CheckpointWrapper | None:
-    """The block's checkpoint wrapper, below a compiled module if there is one."""
-    wrapper = block._orig_mod if isinstance(block, OptimizedModule) else block
-    return wrapper if isinstance(wrapper, CheckpointWrapper) else None
-
-
 def _check_not_reentrant(fqn: str, wrapper: CheckpointWrapper) -> None:
     if getattr(wrapper.checkpoint_fn, "keywords", {}).get("use_reentrant"):
         raise ValueError(
@@ -364,7 +317,8 @@ def _check_blocks(found: dict[str, nn.Module], pattern: str, keep_last: int) -> 
             'input to move; set activation_checkpoint.mode = "full" (or "selective"), or wrap the blocks before'
         )
     for fqn, block in found.items():
-        if isinstance(block.__dict__.get("forward"), _BlockForward) and block.__dict__["forward"].engine is not None:
+        called = block.__dict__.get(entry_of(block))
+        if isinstance(called, HookedForward) and called.engine is not None:
             raise ValueError(f"{fqn} has activation offload already; call remove() on its offloader first")
     check_keep_last(keep_last, len(found))
 
@@ -375,117 +329,3 @@ def check_keep_last(keep_last: int, num_blocks: int) -> None:
             f"activation_offload.keep_last = {keep_last} leaves nothing to move: the model part has {num_blocks} "
             f"blocks; set it to at most {num_blocks - 1}"
         )
-
-
-class _BlockForward:
-    """A block's ``forward`` inside a region of the engine. Holds the block weakly: the block holds it."""
-
-    def __init__(
-        self,
-        block: nn.Module,
-        engine: OffloadEngine | None,
-        saves: BlockSaves | None,
-        part: ModelPart | None,
-        index: int,
-    ) -> None:
-        self.engine = engine
-        self._saves = saves
-        self._block = weakref.ref(block)
-        self._own_forward = block.__dict__.get("forward")  # of a compiled module
-        self._part = part
-        self._index = index
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        block = self._block()
-        forward = self._own_forward or functools.partial(type(block).forward, block)
-        if self.engine is None or not torch.is_grad_enabled() or not block.training:
-            return forward(*args, **kwargs)
-        args, kwargs = self._make_inputs_positional(block, args, kwargs)
-        with contextlib.ExitStack() as stack:
-            region = stack.enter_context(self.engine.region(self._part, self._index, args))
-            if self._saves is not None:
-                stack.enter_context(self._saves.in_region(region))
-            return forward(*args, **kwargs)
-
-    def _make_inputs_positional(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Saved-tensor hooks never see keyword tensors; a hidden state given by keyword becomes positional."""
-        if any(map(_needs_grad, args)) or not any(map(_needs_grad, kwargs.values())):
-            return args, kwargs
-        kwargs = dict(kwargs)
-        for name in _parameter_names(block)[len(args) :]:
-            if name not in kwargs or not any(map(_needs_grad, kwargs.values())):
-                break
-            args = (*args, kwargs.pop(name))
-        return args, kwargs
-
-    def __deepcopy__(self, memo: dict) -> "_BlockForward":
-        # The copy must run the copy's weights. It is not under offload: nobody could remove it there.
-        return _BlockForward(memo[id(self._block())], None, None, None, self._index)
-
-
-def _needs_grad(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _parameter_names(block: nn.Module) -> list[str]:
-    parameters = inspect.signature(unwrapped(block).forward).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-
-
-@dataclass
-class _Installed:
-    """What was changed on one block, and how to change it back."""
-
-    block: nn.Module
-    own_forward: object
-    wrapper: CheckpointWrapper
-    checkpoint_fn: Callable
-    saves: BlockSaves | None
-
-    def undo(self) -> None:
-        self.block.__dict__.pop("forward", None)
-        if self.own_forward is not None:
-            self.block.__dict__["forward"] = self.own_forward
-        self.wrapper.checkpoint_fn = self.checkpoint_fn
-        if self.saves is not None:
-            self.saves.unfollow_modules()
-
-
-def _install(
-    block: nn.Module, wrapper: CheckpointWrapper, forward: _BlockForward | None, saves: BlockSaves | None
-) -> _Installed:
-    installed = _Installed(block, block.__dict__.get("forward"), wrapper, wrapper.checkpoint_fn, saves)
-    if forward is not None:
-        block.__dict__["forward"] = forward
-    is_compiled = isinstance(block, OptimizedModule)
-    if saves is not None:
-        context_fn = saves.compiled_context_fn() if is_compiled else saves.context_fn
-        wrapper.checkpoint_fn = functools.partial(wrapper.checkpoint_fn, context_fn=context_fn)
-    if (
-        forward is not None
-        and not is_compiled
-        and "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
-    ):
-        # From torch 2.14 checkpoint warns when selective saves meet saved-tensor hooks, and later it will pass them to
-        # the hooks; only the block's inputs are ours (https://github.com/pytorch/pytorch/pull/191236).
-        wrapper.checkpoint_fn = functools.partial(wrapper.checkpoint_fn, respect_saved_tensors_hooks=False)
-    if saves is not None and not is_compiled:
-        saves.follow_modules(modules_of(block, saves.fqn))
-    return installed
-
-
-def _storages_of_state(model: nn.Module) -> Callable[[], set[int]]:
-    """A function that returns the storages of the model's parameters and buffers as they are when it is called: FSDP2
-    puts gathered parameters in place of the sharded ones and takes them out again."""
-    slots = [
-        (tensors, name)
-        for module in model.modules()
-        for tensors in (module._parameters, module._buffers)
-        for name, tensor in tensors.items()
-        if tensor is not None
-    ]
-
-    def storages() -> Iterator[int]:
-        return (storage_id(tensor) for tensors, name in slots if (tensor := tensors.get(name)) is not None)
-
-    return lambda: set(storages())

@@ -13,7 +13,7 @@ GIB = 1024**3
 OFFLOAD, SELECTIVE = "activation_offload", "selective_checkpoint"
 """The sections of a train config."""
 
-MODES = ("none", "block_inputs")
+MODES = ("none", "block_inputs", "all")
 SCHEDULES = ("overlap", "sync")
 ON_EXHAUSTED = ("keep", "error")
 LIMITS = ("memory", "link")
@@ -24,25 +24,33 @@ class OffloadConfig:
     """Settings of activation offload; the same names as in the ``[activation_offload]`` section of a train config.
 
     Args:
-        mode: ``"none"`` moves nothing. ``"block_inputs"`` moves the tensor that activation checkpointing keeps of each
-            TransformerBlock, its input.
+        mode: what moves. ``"none"``: nothing. ``"block_inputs"``, with activation_checkpoint.mode ``"full"`` (or
+            ``"selective"``): the tensor that checkpointing keeps of each TransformerBlock, its input; blocks are
+            recomputed in backward as without offload. ``"all"`` with activation_checkpoint.mode ``"none"``: every
+            activation that autograd saves, and nothing is recomputed. ``"all"`` with ``"full"``: each block's input,
+            and what is saved outside the blocks. In every mode what comes after the last block (final norm, output
+            head) stays on the device, and so do parameters and buffers.
         schedule: ``"overlap"`` copies on side streams and reloads ahead of backward. ``"sync"`` copies on the compute
             stream: the baseline to compare with.
-        keep_last: number of newest block inputs of a model part that stay on the device. Backward needs them first.
-        prefetch_lookahead: number of regions reloaded ahead of the one that backward works on.
+        keep_last: number of newest blocks of a model part whose tensors stay on the device. Backward needs them first.
+            Of each microbatch in flight: with 0, what a pipeline stage holds on the device is independent of these.
+        prefetch_lookahead: number of regions reloaded ahead of the one that backward works on. Where a block is not
+            checkpointed: how much is reloaded ahead of its use, as the bytes of this many regions.
         max_inflight_offloads: number of tensors that may wait on the device for their copy to end. Before one more
             copy starts, the compute stream waits for the oldest. 0: no limit: forward never waits, and a tensor leaves
             the device once the host sees its copy done, which costs device memory the further the host runs ahead.
+            Of blocks that are not checkpointed, and so save many tensors each, it counts the blocks.
         min_offload_mib: tensors smaller than this many MiB stay on the device.
         pinned_budget_gib: pinned host memory that each rank may use, in GiB. 0: its share of the host's memory, see
             ``host_memory_fraction``.
         host_memory_fraction: of the host memory that is free at start, under every limit that holds for the job, the
             fraction that all ranks of a host may take together. Divided among them by need.
-        on_exhausted: what happens to a block input for which the budget has no room. ``"keep"``: it stays on the
+        on_exhausted: what happens to a tensor for which the budget has no room. ``"keep"``: it stays on the
             device, is counted and reported. ``"error"``: all ranks stop before step 1 if that is known then, else a
             RuntimeError.
         limit: what bounds the block inputs that move. ``"memory"``: the pinned budget alone. ``"link"``: also the link:
-            after the first steps only as many go on moving, the earliest of each pass, as hide behind compute.
+            after the first steps only as many go on moving, the earliest of each pass, as hide behind compute. Not with
+            mode ``"all"``.
         measure_link: whether the speed of each device's link, alone and shared with the other ranks of its host, is
             measured before step 1 and reported. ``limit = "link"`` measures it in any case.
 
@@ -63,11 +71,6 @@ class OffloadConfig:
     measure_link: bool = False
 
     def __post_init__(self) -> None:
-        if self.mode == "all":
-            raise ValueError(
-                'activation_offload.mode = "all" is not built yet: set it to "block_inputs", which moves each '
-                "TransformerBlock's input"
-            )
         _check_choice("mode", self.mode, MODES)
         _check_choice("schedule", self.schedule, SCHEDULES)
         _check_choice("on_exhausted", self.on_exhausted, ON_EXHAUSTED)
@@ -82,6 +85,11 @@ class OffloadConfig:
             raise ValueError(
                 f'{OFFLOAD}.limit = "link" does not go with {OFFLOAD}.schedule = "sync", in which no copy hides behind '
                 'compute: set schedule to "overlap", or limit to "memory"'
+            )
+        if self.limit == "link" and self.mode == "all":
+            raise ValueError(
+                f'{OFFLOAD}.limit = "link" does not go with {OFFLOAD}.mode = "all": it reckons with the recompute of '
+                'each block. Set mode to "block_inputs", or limit to "memory"'
             )
 
     def keys_without_effect(self, moves_saved_outputs: bool = False) -> list[str]:

@@ -3,10 +3,11 @@
 Owns every tensor that moves, and when. Relies on the runtime for the order of streams, on the pool for host memory, and
 on `apply` to say which blocks make up a model part.
 
-How it works. While a block's forward runs, saved-tensor hooks are on: `pack` turns what autograd saves into a `Handle`,
-`unpack` turns the handle back into the tensor. `save` does the same for the output of an op that recompute will not run
-again. The graph is the only owner of a handle, so whatever ends a graph (backward done, loss dropped, forward raised,
-branch never run) releases what it held; nothing is ever reset. `tape` has the records that the two sides share.
+How it works. While a block's forward runs, or with mode "all" the model's, saved-tensor hooks are on: `pack` turns what
+autograd saves into a `Handle`, `unpack` turns the handle back into the tensor. `save` does the same for the output of
+an op that recompute will not run again. The graph is the only owner of a handle, so whatever ends a graph (backward
+done, loss dropped, forward raised, branch never run) releases what it held; nothing is ever reset. `tape` has the
+records that the two sides share, `tape_order` which of them backward takes next.
 
 Order. D2H: the side stream waits for an event of the compute stream at `pack`, and for the slot's last user. The
 tensor stays in the stash until the compute stream has waited for the copy's event. H2D: the destination is allocated
@@ -16,16 +17,17 @@ use, or before the memory is dropped unused. With ``schedule = "sync"`` both sid
 With ``limit = "link"`` each forward is timed on the compute stream. `apply` makes of that which regions go on moving
 (`ModelPart.num_moved`) and when each must have left the stash (`ModelPart.num_arrived`).
 
-Price: O(1) host work per tensor; on the device at most ``max_inflight_offloads`` tensors in the stash (with a link
-limit, what `link_choice.choose_link_limit` says) and ``prefetch_lookahead`` regions ahead of backward.
+Price: O(1) host work per tensor; on the device at most ``max_inflight_offloads`` tensors in the stash (regions, where
+blocks are not checkpointed; with a link limit, what `link_choice.choose_link_limit` says) and ``prefetch_lookahead``
+regions ahead of backward.
 """
 
 import contextlib
-import itertools
+import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -43,14 +45,18 @@ from titan_offload.saved_tensor import (
     gather,
     input_storages,
     is_dense,
+    is_same_version,
+    local_elem,
     local_tensor,
     num_bytes_of,
     rebuilder,
     storage_id,
     version_of,
+    view_id,
 )
 from titan_offload.stats import OffloadStats, Stay, StepCounter
-from titan_offload.tape import DEAD, Handle, ModelPart, Payload, Region, Remains, StashEntry, State, Tape
+from titan_offload.tape import DEAD, STEM, Handle, ModelPart, Payload, Region, Remains, StashEntry, State, living
+from titan_offload.tape_order import TapeOrder
 
 
 class OffloadEngine:
@@ -62,8 +68,8 @@ class OffloadEngine:
         pool: host memory; its budget holds for all parts together.
 
     Attributes:
+        tapes: the forward passes that are alive.
         watch: times the forwards, until somebody sets it to None; only with ``limit = "link"``.
-        max_tapes: largest number of tapes that were alive at once so far.
     """
 
     def __init__(self, config: OffloadConfig, runtime: Runtime, pool: PinnedPool) -> None:
@@ -74,22 +80,17 @@ class OffloadEngine:
         self._lock = threading.Lock()
         self._remains: deque[Remains] = deque()  # of dead payloads, to be given back by whoever holds the lock next
         self._stash: deque[StashEntry] = deque()
-        self._current: dict[ModelPart, weakref.ref[Tape]] = {}
-        self._tapes: dict[int, weakref.ref[Tape]] = {}  # by serial number, oldest first
-        self._num_tapes = 0
-        self._first_serial = 0  # of this step
-        self._order: list[int] = []  # this step's tapes, numbered from 0, as backward reached them
-        self._next_tape: dict[int, int] = {}  # learned from the step before
-        self._counter = StepCounter(pool)
+        self.tapes = TapeOrder()
+        self._counter = StepCounter(pool, config.mode)
         self.watch = ForwardWatch(runtime) if config.limit == "link" else None
         self._watched: ForwardRecord | None = None  # of the block whose forward runs
-        self.max_tapes = 0
 
     # Forward
 
     @contextlib.contextmanager
     def region(self, part: ModelPart, index: int, inputs: Sequence[object]) -> Iterator[Region | None]:
-        """Offloads what autograd saves of ``inputs``, the positional arguments of block ``index``, in the body.
+        """Offloads what autograd saves in the body, the forward of block ``index``: of ``inputs``, its positional
+        arguments, where it is checkpointed; else all but parameters and buffers.
 
         Yields the region, for `save`; None where an outer checkpoint recomputes the block: what is saved then is used
         at once.
@@ -108,30 +109,43 @@ class OffloadEngine:
             return
         with self._locked():
             region = self._open(part, index)
-            region.inputs = input_storages(inputs) - region.tape.protected
-        try:
-            with (
-                self._timed(region, inputs),
-                saved_tensors_hooks(lambda tensor: self.pack(region, tensor), self.unpack),
-            ):
-                yield region
-        finally:
-            region.inputs = set()
+        is_ours = _is_ours(part, region, inputs)
+        with (
+            self._timed(region, inputs),
+            saved_tensors_hooks(lambda tensor: self.pack(region, tensor, is_ours(tensor)), self.unpack),
+        ):
+            yield region
+
+    @contextlib.contextmanager
+    def around_blocks(self, part: ModelPart) -> Iterator[None]:
+        """Offloads what autograd saves outside the blocks in the body, the forward of ``part``."""
+        if torch._C._current_graph_task_id() != -1:
+            yield
+            return
+        with self._locked():
+            outside = [self._open(part, STEM)]
+        is_ours = _is_ours(part, outside[0], ())
+        with saved_tensors_hooks(
+            lambda tensor: self.pack(self._between(outside), tensor, is_ours(tensor)), self.unpack
+        ):
+            yield
+
+    def _between(self, outside: list[Region]) -> Region:
+        """The region for what is saved outside the blocks now, whose backward comes with that of the block before it.
+
+        Args:
+            outside: the stem of the pass; after the last block, what comes then is added.
+        """
+        tape = outside[0].tape
+        num_blocks = len(tape.part.fqns)
+        if tape.last_index == num_blocks - 1:
+            with self._locked():
+                outside.append(self._open(tape.part, num_blocks))
+        return outside[-1] if tape.last_index == num_blocks else next(living(reversed(tape.regions)), outside[0])
 
     def _open(self, part: ModelPart, index: int) -> Region:
-        current = self._current.get(part)
-        tape = current() if current is not None else None
-        if tape is None or index <= tape.last_index:
-            tape = Tape(part, serial=self._num_tapes)
-            self._num_tapes += 1
-            self._current[part] = weakref.ref(tape)
-            self._tapes = {serial: ref for serial, ref in self._tapes.items() if ref() is not None}
-            self._tapes[tape.serial] = weakref.ref(tape)
-            self.max_tapes = max(self.max_tapes, len(self._tapes))
-        region = Region(tape, index)
-        tape.last_index = index
-        tape.regions.append(weakref.ref(region))
-        self._counter.num["regions"] += 1
+        region = self.tapes.open_region(part, index)
+        self._counter.num["regions"] += region.is_block
         self._drop_arrived(region)
         return region
 
@@ -152,34 +166,30 @@ class OffloadEngine:
             self._watched = None
         watch.end(part, record, self.runtime.compute_stream(device))
 
-    def pack(self, region: Region, tensor: torch.Tensor) -> Handle:
-        """Autograd saves ``tensor`` inside ``region``: moved if it is an input of the block."""
-        return self._take(region, tensor, is_input=True)
-
     def save(self, region: Region, tensor: torch.Tensor) -> Handle:
         """Takes ``tensor``, the output of an op in ``region`` that recompute will ask for instead of running the op."""
-        return self._take(region, tensor, is_input=False)
+        return self.pack(region, tensor, is_ours=True)
 
-    def _take(self, region: Region, tensor: torch.Tensor, is_input: bool) -> Handle:
+    def pack(self, region: Region, tensor: torch.Tensor, is_ours: bool) -> Handle:
+        """Autograd saves ``tensor``: moved if it ``is_ours`` to move, unless something else speaks against it."""
         # An alias without history, but with the same version counter: the tensor itself holds the graph, which holds
         # the handle.
         tensor = tensor.detach()
-        local = local_tensor(tensor)
         with self._locked():
             self._reap_stash()
-            reason = self._why_stay(region, local, is_input)
+            reason = self._why_stay(region, local_elem(tensor)) if is_ours else Stay.NOT_OURS
             payload = None
             if reason is None:
-                payload = self._find_moved(region, tensor, local) or self._offload(region, tensor, local)
+                payload = self._find_moved(region, tensor) or self._offload(region, tensor)
             if payload is None:
-                return self._keep(region, tensor, local, reason or Stay.EXHAUSTED)
-            region.payloads.append(weakref.ref(payload))
-        view = View(local.dtype, local.size(), local.stride(), local.storage_offset(), payload.is_gathered)
-        return Handle(region, payload=payload, view=view, rebuild=rebuilder(tensor))
+                return self._keep(region, tensor, reason or Stay.EXHAUSTED)
+            return self._handle(region, tensor, payload)
 
-    def _why_stay(self, region: Region, local: torch.Tensor, is_input: bool) -> Stay | None:
-        if not self.runtime.owns(local) or (is_input and storage_id(local) not in region.inputs):
+    def _why_stay(self, region: Region, local: torch.Tensor) -> Stay | None:
+        if not self.runtime.owns(local):
             return Stay.NOT_OURS
+        if region.index >= len(region.tape.part.fqns):
+            return Stay.HEAD
         if region.index >= len(region.tape.part.fqns) - self.config.keep_last:
             return Stay.KEEP_LAST
         if region.index >= region.tape.part.num_moved:
@@ -190,10 +200,20 @@ class OffloadEngine:
             return Stay.TOO_SMALL
         return None
 
-    def _keep(self, region: Region, tensor: torch.Tensor, local: torch.Tensor, reason: Stay) -> Handle:
+    def _handle(self, region: Region, tensor: torch.Tensor, payload: Payload) -> Handle:
+        local = local_elem(tensor)
+        view = View(local.dtype, local.size(), local.stride(), local.storage_offset(), payload.is_gathered)
+        place = region.payloads.setdefault(weakref.ref(payload), len(region.payloads))
+        handle = Handle(region, payload=payload, view=view, rebuild=rebuilder(tensor), place=place)
+        payload.handles.append(weakref.ref(handle))
+        return handle
+
+    def _keep(self, region: Region, tensor: torch.Tensor, reason: Stay) -> Handle:
         if reason is Stay.EXHAUSTED:
-            self._check_exhausted(region, local.nbytes)
-        self._counter.keep(region.fqn, reason, num_bytes_of(local))
+            self._check_exhausted(region, num_bytes_of(tensor))
+        if reason is not Stay.NOT_OURS and storage_id(tensor) not in region.kept:
+            region.kept.add(storage_id(tensor))
+            self._counter.keep(region.fqn, reason, num_bytes_of(tensor))
         return Handle(region, tensor=tensor, version=version_of(tensor))
 
     def _check_exhausted(self, region: Region, num_bytes: int) -> None:
@@ -206,19 +226,21 @@ class OffloadEngine:
             )
         if self.config.on_exhausted == "error":
             raise RuntimeError(
-                f"no pinned host memory for the input or a saved output of {region.fqn} ({num_bytes / GIB:.6g} GiB): "
+                f"no pinned host memory for a tensor of {region.fqn} ({num_bytes / GIB:.6g} GiB): "
                 f'{self.pool.why_full()}, or set activation_offload.on_exhausted = "keep"'
             )
 
-    def _find_moved(self, region: Region, tensor: torch.Tensor, local: torch.Tensor) -> Payload | None:
-        """The payload that has this storage already, with the same content."""
-        payload = next(_alive([region.tape.moved.get(storage_id(local), DEAD)]), None)
-        if payload is None or payload.origin() is not local.untyped_storage():
-            return None
-        return payload if payload.version == version_of(tensor) else None
+    def _find_moved(self, region: Region, tensor: torch.Tensor) -> Payload | None:
+        """The payload that has this tensor's storage, or the very same view of it, with the same content."""
+        local = local_elem(tensor)
+        for payload in living(region.tape.moved.get(key, DEAD) for key in (storage_id(local), view_id(local))):
+            if payload.origin() is local.untyped_storage() and is_same_version(payload.version, version_of(tensor)):
+                return payload
+        return None
 
-    def _offload(self, region: Region, tensor: torch.Tensor, local: torch.Tensor) -> Payload | None:
+    def _offload(self, region: Region, tensor: torch.Tensor) -> Payload | None:
         """Starts the copy to the host. None: the pool has no room."""
+        local = local_tensor(tensor)
         # A view of a small part of its storage travels alone; otherwise the storage travels and views are rebuilt.
         is_gathered = 2 * local.nbytes < local.untyped_storage().nbytes()
         payload = Payload(region, local, version_of(tensor), is_gathered, self._release)
@@ -228,16 +250,16 @@ class OffloadEngine:
             return None
         self._make_room_in_stash(region)
         compute = payload.stream = self.runtime.compute_stream(payload.device)
-        payload.move_to(State.D2H_IN_FLIGHT, State.ON_DEVICE)
         d2h = compute if self._is_sync else self.runtime.d2h_stream(payload.device)
-        events = (self.runtime.record_event(compute), *payload.slot.events)
-        payload.event = self._copy("d2h", region, payload.slot.buffer, source, d2h, events)
-        payload.stashed = StashEntry(weakref.ref(payload), source, tensor, payload.event, compute, region.place)
-        self._stash.append(payload.stashed)
+        with self._settled(d2h):
+            events = (self.runtime.record_event(compute), *payload.slot.events)
+            payload.event = self._copy("d2h", region, payload.slot.buffer, source, d2h, events)
+            payload.stashed = StashEntry(weakref.ref(payload), source, tensor, payload.event, compute, region.place)
+            payload.move_to(State.D2H_IN_FLIGHT, State.ON_DEVICE)
+            self._stash.append(payload.stashed)
         if self._is_sync:
             self._drop_oldest()
-        if not payload.is_gathered:
-            region.tape.moved[storage_id(local)] = weakref.ref(payload)
+        region.tape.moved[view_id(local) if is_gathered else storage_id(local)] = weakref.ref(payload)
         self._counter.move("offloads", source.numel())
         if self._watched is not None:
             self._watched.num_bytes += source.numel()
@@ -258,6 +280,17 @@ class OffloadEngine:
             self.runtime.copy(dst, src, stream)
         return self.runtime.record_event(stream)
 
+    @contextlib.contextmanager
+    def _settled(self, stream: Stream) -> Iterator[None]:
+        """If the body raises, waits for the copy that it may have given to ``stream``: on the way out its device memory
+        is freed, and nobody has its event."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # of a device that is lost, and the copy with it
+                self.runtime.synchronize(self.runtime.record_event(stream))
+            raise
+
     # Stash
 
     def _reap_stash(self) -> None:
@@ -275,19 +308,31 @@ class OffloadEngine:
             self._drop_oldest()
 
     def _make_room_in_stash(self, region: Region) -> None:
+        """Before a copy of ``region`` starts, drops what is too much: tensors, or where each region has many, regions,
+        this one included."""
         limit = self.config.max_inflight_offloads if region.tape.part.num_arrived is None else 0
-        while limit and len(self._stash) >= limit:
-            self._drop_oldest()
+        if not limit or not self._stash:
+            return
+        if region.is_checkpointed:
+            while len(self._stash) >= limit:
+                self._drop_oldest()
+        elif self._stash[-1].place != region.place:
+            places = [*dict.fromkeys(entry.place for entry in self._stash), region.place]
+            while self._stash and self._stash[0].place < places[-limit:][0]:
+                self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        """Ends the device copy of the oldest tensor in the stash, in the order of the compute stream."""
-        entry = self._stash.popleft()
+        """Ends the device copy of the oldest tensor in the stash, in the order of the compute stream.
+
+        One that was changed in place meanwhile has no other copy: it stays with its payload, whose unpack raises.
+        """
+        entry = self._stash[0]
         self._wait(entry.stream, entry.event, "d2h")
+        self._stash.popleft()
         payload = entry.payload()
-        if payload is not None:
+        if payload is not None and version_of(entry.packed) == payload.version:
             payload.move_to(State.ON_HOST, State.D2H_IN_FLIGHT)
             payload.stashed = None
-            check_version(entry.packed, payload.version)
 
     def _drop_dead(self) -> None:
         """Drops what has arrived and nobody will ask for; newest first, as backward goes. What has not arrived stays:
@@ -306,31 +351,34 @@ class OffloadEngine:
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Backward (or a recompute) asks for a saved tensor; it may do so any number of times."""
         with self._locked():
-            self._start_backward(handle.region.tape)
+            self._reach(handle.region)
             if handle.payload is None:
                 if not handle.region.payloads:  # else its own reload comes first, and starts the next ones
                     self._prefetch(handle.region)
                 check_version(handle.tensor, handle.version)
                 return handle.tensor
             storage = self._bring_back(handle.region, handle.payload)
+            handle.region.used.setdefault(handle.place)
+            self._share(storage, handle)
         local = as_view(storage, handle.view)
         return local if handle.rebuild is None else handle.rebuild(local)
 
     def start_recompute(self, region: Region) -> None:
         """Backward is about to run the forward of ``region`` again, which will ask for what was saved."""
         with self._locked():
-            self._start_backward(region.tape)
+            self._reach(region)
             self._reload_late(region)
             self._prefetch(region)
 
-    def _start_backward(self, tape: Tape) -> None:
-        if tape.is_started:
-            return
-        tape.is_started = True
-        if tape.serial >= self._first_serial:
-            self._order.append(tape.serial - self._first_serial)
-        # Not later: what is in the stash when a region is prefetched must still be there when the region is reached.
-        self._reap_stash()
+    def _reach(self, region: Region) -> None:
+        """Backward works on ``region``, or a recompute is about to."""
+        tape = region.tape
+        if not tape.is_started:
+            # Not later: what is in the stash when a region is prefetched must be there when the region is reached.
+            self._reap_stash()
+            self.tapes.start_backward(tape)
+        if tape.reached() is not region and not self._is_sync:
+            self._plan_reloads(region)
 
     def _bring_back(self, region: Region, payload: Payload) -> torch.UntypedStorage:
         """The payload's content on the device, ready for the compute stream, for use in ``region``."""
@@ -343,6 +391,7 @@ class OffloadEngine:
             return alive
         if payload.state is State.H2D_IN_FLIGHT:
             self._counter.num["misses" if payload.is_late else "prefetch_hits"] += 1
+            region.tape.bytes_ahead -= payload.reload.numel()
         else:
             self._counter.num["misses"] += not self._is_sync
             self._start_reload(payload)
@@ -350,70 +399,89 @@ class OffloadEngine:
         self._prefetch(region)
         return self._end_reload(payload).untyped_storage()
 
+    def _share(self, storage: torch.UntypedStorage, used: Handle) -> None:
+        """Other ops saved what one has just asked for: those of its region, and those of the regions that are reloaded
+        ahead, keep it until they are asked, or die. For others it must not stay on the device for so long."""
+        is_first = used.storage is None  # of its region: the others were not asked yet
+        used.storage = None
+        for handle in living(used.payload.handles):
+            distance = used.region.position - handle.region.position
+            is_near = 0 < distance <= self.config.prefetch_lookahead or (distance == 0 and is_first)
+            if is_near and handle is not used and handle.region.tape is used.region.tape:
+                handle.storage = storage
+
     def _reload_late(self, region: Region) -> None:
         """Starts all reloads of a region that backward has reached already, ahead of those of the next regions."""
         if self._is_sync:
             return
-        for payload in _alive(region.payloads):
-            if payload.state is State.ON_HOST and payload.alive_storage() is None:
+        for ref, place in region.payloads.items():
+            payload = ref()
+            if payload is not None and place not in region.used and self._is_away(payload):
                 self._start_reload(payload)
                 payload.is_late = True
 
+    @staticmethod
+    def _is_away(payload: Payload) -> bool:
+        return payload.state is State.ON_HOST and payload.alive_storage() is None
+
     def _start_reload(self, payload: Payload) -> None:
-        payload.move_to(State.H2D_IN_FLIGHT, State.ON_HOST)
-        payload.is_late = False
-        compute = payload.stream = self.runtime.compute_stream(payload.device)
-        payload.reload = self.runtime.empty(payload.slot.buffer.numel(), payload.device)
+        compute = self.runtime.compute_stream(payload.device)
+        reload = self.runtime.empty(payload.slot.buffer.numel(), payload.device)
         h2d = compute if self._is_sync else self.runtime.h2d_stream(payload.device)
-        events = (self.runtime.record_event(compute), payload.event)
-        payload.event = self._copy("h2d", payload.region, payload.reload, payload.slot.buffer, h2d, events)
-        self._counter.move("reloads", payload.reload.numel())
+        with self._settled(h2d):
+            events = (self.runtime.record_event(compute), payload.event)
+            payload.event = self._copy("h2d", payload.region, reload, payload.slot.buffer, h2d, events)
+            payload.stream, payload.reload, payload.is_late = compute, reload, False
+            payload.move_to(State.H2D_IN_FLIGHT, State.ON_HOST)
+        self._counter.move("reloads", reload.numel())
 
     def _end_reload(self, payload: Payload) -> torch.Tensor:
         """Hands the reloaded memory over to the compute stream: for its use, or to be dropped."""
         compute = self.runtime.compute_stream(payload.device)
         self._wait(compute, payload.event, "h2d")
+        if compute != payload.stream:
+            self.runtime.lend(payload.reload, compute)
         payload.move_to(State.ON_HOST, State.H2D_IN_FLIGHT)
         reload, payload.reload = payload.reload, None
-        if compute != payload.stream:
-            self.runtime.lend(reload, compute)
         payload.reloaded = weakref.ref(reload.untyped_storage())  # a strong one would bring the whole peak back
         return reload
 
     # Prefetch
 
     def _prefetch(self, region: Region) -> None:
-        """Backward works on ``region``: starts the reloads of the regions that come next."""
-        if self._is_sync:
-            return
-        ahead = [ref for next_region in self._regions_after(region) for ref in next_region.payloads]
-        for ref in region.tape.prefetched:
-            if ref not in ahead and ref not in region.payloads:
-                self._drop_reload(ref())  # backward went another way
-        region.tape.prefetched = ahead
-        for payload in _alive(ahead):
-            if payload.state is State.ON_HOST and payload.alive_storage() is None:
+        """Backward works on ``region``: starts the reloads of what comes next."""
+        tape = region.tape
+        while tape.to_reload:
+            payload = tape.to_reload[0]()
+            if payload is not None and self._is_away(payload):
+                num_bytes = payload.slot.buffer.numel()
+                if tape.bytes_ahead and tape.bytes_ahead + num_bytes > tape.max_bytes_ahead:
+                    return
                 self._start_reload(payload)
+                tape.bytes_ahead += num_bytes
+            tape.to_reload.popleft()
+
+    def _plan_reloads(self, region: Region) -> None:
+        """Backward has come to ``region``: decides what is reloaded from now on, in which order, and how far ahead.
+
+        Of checkpointed blocks all goes at once: it is little. A block that is not has tensors for its whole backward,
+        which frees them one by one: the next block's come as these go.
+        """
+        tape = region.tape
+        ahead = self.tapes.regions_after(region, self.config.prefetch_lookahead)
+        then = [ref for next_region in ahead for ref in next_region.expected]
+        kept = {*region.payloads, *then}
+        for ref in tape.reloading:
+            if ref not in kept:
+                self._drop_reload(ref())  # backward went another way
+        tape.reached, tape.reloading, tape.to_reload = weakref.ref(region), then, deque(then)
+        tape.bytes_ahead = sum(p.reload.numel() for p in living(kept) if p.state is State.H2D_IN_FLIGHT)
+        tape.max_bytes_ahead = math.inf if region.is_checkpointed else sum(p.slot.buffer.numel() for p in living(then))
+        region.used = tape.part.use_order[region.index] = {}
 
     def _drop_reload(self, payload: Payload | None) -> None:
         if payload is not None and payload.state is State.H2D_IN_FLIGHT:
             self._end_reload(payload)
-
-    def _regions_after(self, region: Region) -> list[Region]:
-        """The next ``prefetch_lookahead`` regions in backward's order: of this tape, then of the one that follows."""
-        found = _last_regions(region.tape, region.position, self.config.prefetch_lookahead)
-        if len(found) < self.config.prefetch_lookahead and (tape := self._tape_after(region.tape)) is not None:
-            found += _last_regions(tape, len(tape.regions), self.config.prefetch_lookahead - len(found))
-        return found
-
-    def _tape_after(self, tape: Tape) -> Tape | None:
-        """The tape that backward takes next: as in the step before, else last in, first out."""
-        number = self._next_tape.get(tape.serial - self._first_serial)
-        if number is not None:
-            candidates = [self._tapes.get(self._first_serial + number, DEAD)]
-        else:
-            candidates = [ref for serial, ref in reversed(self._tapes.items()) if serial < tape.serial]
-        return next((tape for tape in _alive(candidates) if not tape.is_started), None)
 
     # Release
 
@@ -423,17 +491,20 @@ class OffloadEngine:
         self._release_if_free()
 
     def _release_if_free(self) -> None:
-        while self._remains and self._lock.acquire(blocking=False):
-            try:
-                self._release_all()
-            finally:
-                self._lock.release()
+        """Where the runtime fails here, perhaps on the way out of a first error, what is left waits for the next call:
+        that has somebody to raise to."""
+        with contextlib.suppress(RuntimeError):
+            # Not `acquire(blocking=False)`: an interrupt between it and a `try` would leave the lock locked.
+            while self._remains and not self._lock.locked():
+                with self._lock:
+                    self._release_all()
 
     def _release_all(self) -> None:
         while self._remains:
-            remains = self._remains.popleft()
+            remains = self._remains[0]
             if remains.reload is not None:
                 self._wait(remains.stream, remains.event, "h2d")
+            self._remains.popleft()
             self.pool.free(remains.slot, remains.event)
         self._drop_dead()
 
@@ -452,19 +523,18 @@ class OffloadEngine:
     def step_end(self) -> OffloadStats:
         """Ends a step: returns what it did, and learns the order in which backward took the tapes."""
         with self._locked():
-            if self._order:
-                self._next_tape = dict(itertools.pairwise(self._order))
+            has_backward = self.tapes.step_end()
             if self.watch is not None:
-                self.watch.step_end(has_backward=bool(self._order))
-            self._order = []
-            self._first_serial = self._num_tapes
+                self.watch.step_end(has_backward)
             return self._counter.step_end()
 
 
-def _alive(refs: Iterable[weakref.ref]) -> Iterator:
-    return (target for ref in refs if (target := ref()) is not None)
-
-
-def _last_regions(tape: Tape, stop: int, num: int) -> list[Region]:
-    """At most ``num`` live regions of ``tape`` before position ``stop``, last first."""
-    return list(itertools.islice(_alive(tape.regions[i] for i in range(stop - 1, -1, -1)), num))
+def _is_ours(part: ModelPart, region: Region, inputs: Sequence[object]) -> Callable[[torch.Tensor], bool]:
+    """Whether a tensor that autograd saves in ``region`` is one to move: an input of the block if backward runs it
+    again, else all but parameters and buffers, and views of them. FSDP2 gathers those of a module inside a block only
+    when the forward of the block has begun already."""
+    state = part.state_of(region.index)
+    if not region.is_checkpointed:
+        return lambda tensor: storage_id(tensor) not in state
+    taken = {storage for storage in input_storages(inputs) if storage not in state}
+    return lambda tensor: storage_id(tensor) in taken

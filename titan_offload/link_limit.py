@@ -64,7 +64,7 @@ class LinkLimit:
         if costs is None:
             return None
         # Where several forward passes are alive, as in a pipeline, backward of one runs beside forward of another.
-        return PartCosts(*costs, *self.rates.shared.bytes_per_s(both_ways=self._engine.max_tapes > 1))
+        return PartCosts(*costs, *self.rates.shared.bytes_per_s(both_ways=self._engine.tapes.max_alive > 1))
 
     def _limit(self, part: ModelPart, costs: Sequence[PartCosts]) -> None:
         config = self._engine.config

@@ -78,19 +78,21 @@ def start_block(fqns: Sequence[str], config: OffloadConfig, budget_bytes: int | 
     """
     moved = len(fqns) - config.keep_last
     budget = "no limit" if budget_bytes is None else f"{gib(budget_bytes)} GiB"
-    what = "saved outputs" if config.mode == "none" else "inputs"
+    what = {"none": "saved outputs", "block_inputs": "inputs", "all": "saved activations"}[config.mode]
+    and_head = ", what comes after them" if config.mode == "all" else ""
     lines = [
         f"Activation offload: {what} of {moved} of {len(fqns)} blocks ({fqns[0]} .. {fqns[moved - 1]}) go to pinned "
         "host memory",
     ]
-    if config.mode != "none":
+    if config.mode == "block_inputs":
         total = gib(moved * block_input_bytes)
         lines.append(f"  each {block_input_bytes / MIB:.2f} MiB, together {total} GiB per microbatch")
     lines += [
         f"  pinned budget of this rank: {budget}; on_exhausted {config.on_exhausted}",
         f"  schedule: {config.schedule}, prefetch_lookahead {config.prefetch_lookahead}, max_inflight_offloads "
         f"{config.max_inflight_offloads or 'unlimited'}",
-        f"  on the device stay: the last {config.keep_last}, and whatever is under {config.min_offload_mib:g} MiB",
+        f"  on the device stay: the last {config.keep_last} of each microbatch in flight{and_head}, and whatever is "
+        f"under {config.min_offload_mib:g} MiB",
     ]
     return "\n".join(lines)
 

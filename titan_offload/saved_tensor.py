@@ -14,21 +14,28 @@ from torch.distributed.tensor import DTensor
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """The storage of ``tensor`` or of its local part; a pending collective is not waited for."""
-    return _local_elem(tensor).untyped_storage()
+    return local_elem(tensor).untyped_storage()
 
 
-def storage_id(tensor: torch.Tensor) -> int:
-    """Identity of the storage of ``tensor`` or of its local part; another storage may get it once this one is freed."""
-    return storage_of(tensor)._cdata
+def storage_id(tensor: torch.Tensor) -> int | None:
+    """Identity of the storage of ``tensor`` or of its local part; another storage may get it once this one is freed.
+    None: a layout that has no storage, such as a sparse one."""
+    return storage_of(tensor)._cdata if local_elem(tensor).layout is torch.strided else None
+
+
+def view_id(tensor: torch.Tensor) -> tuple:
+    """Identity of a plain strided tensor as a view of its storage."""
+    return storage_id(tensor), tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 def num_bytes_of(tensor: torch.Tensor) -> int:
     """Bytes of ``tensor`` or of its local part; 0 for a layout that is not strided."""
-    tensor = _local_elem(tensor)
+    tensor = local_elem(tensor)
     return tensor.nbytes if tensor.layout is torch.strided else 0
 
 
-def _local_elem(tensor: torch.Tensor) -> torch.Tensor:
+def local_elem(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain local tensor; of a pending collective its result, not waited for: to be looked at, not read."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
@@ -63,6 +70,13 @@ def version_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in tensors if not tensor.is_inference())
 
 
+def is_same_version(moved: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    """Whether a tensor at version ``own`` holds what a tensor on the same storage held at version ``moved``: it is that
+    tensor, or a DTensor that was made of it and not changed. Not the other way round: what is done in place to a
+    DTensor does not count in the tensor that it has."""
+    return own == moved or (len(moved) == 1 and own == (0, *moved))
+
+
 def shared_version_counters() -> AbstractContextManager:
     """A dispatch mode runs below the layer that makes an alias share the version counter: this switches it on again."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
@@ -72,8 +86,8 @@ def check_version(tensor: torch.Tensor, version: tuple[int, ...]) -> None:
     if version_of(tensor) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.dtype} {list(tensor.shape)}], the input of a checkpointed block or a saved output of an op in "
-            f"it, is at version {version_of(tensor)}; expected version {version} instead"
+            f"[{tensor.dtype} {list(tensor.shape)}], which activation offload moves, "
+            f"is at version {version_of(tensor)}; expected version {version} instead"
         )
 
 

@@ -15,8 +15,9 @@ logger = logging.getLogger(__name__)
 class Stay(Enum):
     """Why a tensor stays on the device."""
 
-    NOT_OURS = "neither an input of the block nor on the device"
+    NOT_OURS = "nothing that the mode moves, or not on the device"
     KEEP_LAST = "keep_last"
+    HEAD = "after the last block"
     LINK = "the copy would not hide behind compute"
     TOO_SMALL = "smaller than min_offload_mib"
     LAYOUT = "expanded, overlapping, conjugate, sparse or a tensor subclass"
@@ -30,7 +31,7 @@ class OffloadStats:
     Attributes:
         num_offloads, offloaded_bytes: storages moved to the host.
         num_reloads, reloaded_bytes: storages moved back. A second backward counts again.
-        kept: for each reason, number and bytes of block inputs and saved outputs that stayed on the device.
+        kept: for each reason, number and bytes of what could have moved (see ``mode``) and stayed on the device.
         num_prefetch_hits: reloads that had been started before backward asked.
         num_misses: reloads that started only when backward had reached their region; not counted with schedule "sync",
             where all do.
@@ -66,7 +67,7 @@ class OffloadStats:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of block inputs that stayed on the device, for any reason."""
+        """Bytes that stayed on the device, for any reason."""
         return sum(num_bytes for _, num_bytes in self.kept.values())
 
 
@@ -90,11 +91,16 @@ class SaveList:
     offloads: bool
 
 
+MOVED = {"none": "saved outputs", "block_inputs": "block inputs", "all": "saved activations"}
+"""By ``activation_offload.mode``, what moves, for people."""
+
+
 class StepCounter:
     """Counts one step after the other.
 
     Args:
         pool: whose memory is reported.
+        mode: of offload.
 
     Attributes:
         num: events of this step by name: regions, offloads, reloads, prefetch_hits, misses, resident.
@@ -102,11 +108,12 @@ class StepCounter:
         has_moved: whether anything was ever offloaded.
     """
 
-    def __init__(self, pool: PinnedPool) -> None:
+    def __init__(self, pool: PinnedPool, mode: str = "block_inputs") -> None:
         self.num: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()
         self.has_moved = False
         self._pool = pool
+        self._mode = mode
         self._num_kept: Counter[Stay] = Counter()
         self._kept_bytes: Counter[Stay] = Counter()
         self._exhausted: dict[str, None] = {}  # names of blocks, in order
@@ -171,7 +178,7 @@ class StepCounter:
     def _warn_of_exhausted_budget(self, stats: OffloadStats) -> None:
         num, num_bytes = stats.kept[Stay.EXHAUSTED.value]
         logger.warning(
-            f"pinned budget of {self._pool.budget_bytes / GIB:.3f} GiB exhausted: {num} block inputs "
+            f"pinned budget of {self._pool.budget_bytes / GIB:.3f} GiB exhausted: {num} {MOVED[self._mode]} "
             f"({num_bytes / GIB:.3f} GiB) stayed on the device this step: {', '.join(self._exhausted)}; raise "
             "activation_offload.host_memory_fraction or activation_offload.pinned_budget_gib"
         )
@@ -179,10 +186,12 @@ class StepCounter:
     def _why_no_op(self) -> str:
         if not self.num["regions"]:
             return "no block ran in training mode with gradients enabled"
+        if not self._num_kept and self._mode == "all":
+            return "autograd saved no tensor of the blocks but parameters and buffers"
         if not self._num_kept:
             return (
                 "no block was given, as a positional tensor, an input that needs a gradient (keyword tensors are not "
                 "seen by saved-tensor hooks)"
             )
         reasons = (f"{num} x {reason.value}" for reason, num in self._num_kept.items())
-        return f"every block input stayed on the device: {', '.join(reasons)}"
+        return f"all {MOVED[self._mode]} stayed on the device: {', '.join(reasons)}"

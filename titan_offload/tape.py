@@ -1,7 +1,7 @@
 """What forward leaves behind for backward: the records that the engine works on.
 
     Tape      one forward pass of one model part: the regions in the order they ran
-    Region    one checkpointed block in that pass
+    Region    one block in that pass, checkpointed or (mode "all") not, and what was saved between it and the next one
     Handle    one tensor as autograd, or a selective save, holds it: kept on the device, or a view of a Payload
     Payload   one storage that moves: its slot, its events, where it is (`State`)
     Stash     the device tensors whose copy to the host is still under way (`StashEntry`)
@@ -10,10 +10,13 @@ Autograd's graph owns the handles. References go one way, handle -> payload -> r
 there is no cycle, because TorchTitan switches the garbage collector off.
 """
 
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TypeVar
 
 import torch
 
@@ -21,8 +24,19 @@ from titan_offload.pool import Slot
 from titan_offload.runtime import Event, Stream
 from titan_offload.saved_tensor import View
 
+T = TypeVar("T")
+
 DEAD = weakref.ref(type("Dead", (), {})())
 """A weak reference to nothing."""
+
+
+def living(refs: Iterable["weakref.ref[T]"]) -> Iterator[T]:
+    """What is still there of what ``refs`` refer to."""
+    return (target for ref in refs if (target := ref()) is not None)
+
+
+STEM = -1
+"""Index of the region of what is saved before the first block."""
 
 
 class State(Enum):
@@ -40,18 +54,24 @@ class ModelPart:
 
     Attributes:
         fqns: fully qualified names of the blocks: the names of their regions.
-        protected_storages: identities of the storages of the parameters and buffers as they are now.
+        state_of: of a block, or `STEM`: what contains the identities of the storages of its parameters and buffers, and
+            of those outside the blocks, as they are whenever it is asked.
+        is_checkpointed: for each block, whether backward runs it again. Default: all.
         num_moved: the earliest blocks whose tensors may move. Default: all.
         num_arrived: for each block, how many of the earliest ones must have left the device when it starts, see
             `link_choice.LinkChoice`. None: ``max_inflight_offloads`` holds instead.
+        use_order: for each block, the places of its payloads in the order in which backward last asked for them.
     """
 
     fqns: list[str]
-    protected_storages: Callable[[], set[int]]
+    state_of: Callable[[int], Container[int | None]]
+    is_checkpointed: Sequence[bool] = ()
     num_moved: int = field(init=False)
     num_arrived: Sequence[int] | None = None
+    use_order: dict[int, dict[int, None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.is_checkpointed = self.is_checkpointed or [True] * len(self.fqns)
         self.num_moved = len(self.fqns)
 
 
@@ -61,27 +81,50 @@ class Tape:
     def __init__(self, part: ModelPart, serial: int) -> None:
         self.part = part
         self.serial = serial
-        self.protected = part.protected_storages()
-        self.last_index = -1
+        self.last_index = STEM - 1
         self.regions: list[weakref.ref[Region]] = []
-        self.moved: dict[int, weakref.ref[Payload]] = {}  # by storage identity
-        self.prefetched: list[weakref.ref[Payload]] = []
+        self.moved: dict[object, weakref.ref[Payload]] = {}  # by `storage_id`, or `view_id` of one that travels alone
         self.is_started = False
+        self.reached: weakref.ref[Region] = DEAD  # that backward works on
+        self.to_reload: deque[weakref.ref[Payload]] = deque()  # in the order in which backward will ask for them
+        self.reloading: list[weakref.ref[Payload]] = []  # what was in `to_reload` when the region was reached
+        self.bytes_ahead = 0  # of reloads that have started and were not asked for yet
+        self.max_bytes_ahead = math.inf
 
 
 class Region:
-    """One checkpointed block in one forward pass."""
+    """One block in one forward pass; or what comes before the first one (index `STEM`) or after the last."""
 
     def __init__(self, tape: Tape, index: int) -> None:
         self.tape = tape
         self.index = index
         self.position = len(tape.regions)
-        self.inputs: set[int] = set()  # storage identities; only while the block's forward runs
-        self.payloads: list[weakref.ref[Payload]] = []
+        self.payloads: dict[weakref.ref[Payload], int] = {}  # and their places, counted from 0
+        self.kept: set[int | None] = set()  # storage identities of what stays, each counted once
+        self.used: dict[int, None] = {}  # places of payloads, in the order in which backward asks for them
 
     @property
     def fqn(self) -> str:
-        return self.tape.part.fqns[self.index]
+        if self.is_block:
+            return self.tape.part.fqns[self.index]
+        return "before the blocks" if self.index == STEM else "after the blocks"
+
+    @property
+    def is_block(self) -> bool:
+        return 0 <= self.index < len(self.tape.part.fqns)
+
+    @property
+    def is_checkpointed(self) -> bool:
+        return self.is_block and self.tape.part.is_checkpointed[self.index]
+
+    @property
+    def expected(self) -> list["weakref.ref[Payload]"]:
+        """Its payloads in the order in which backward will ask for them: as the last time; until then as a recompute
+        does, or the newest first."""
+        refs, places = list(self.payloads), range(len(self.payloads))
+        learned = self.tape.part.use_order.get(self.index, ())
+        order = dict.fromkeys((*learned, *(places if self.is_checkpointed else reversed(places))))
+        return [refs[place] for place in order if place in places]
 
     @property
     def place(self) -> tuple[int, int]:
@@ -91,6 +134,10 @@ class Region:
 
 class Payload:
     """One storage that moves: whole, or (``is_gathered``) as the dense copy of one view of it."""
+
+    # Of the class, because `__del__` asks for them, also after an `__init__` that was interrupted.
+    slot: Slot | None = None
+    stashed: "StashEntry | None" = None  # until the device copy is dropped
 
     def __init__(
         self,
@@ -106,11 +153,10 @@ class Payload:
         self.release = release
         self.origin = weakref.ref(origin.untyped_storage())
         self.is_gathered = is_gathered
+        self.handles: list[weakref.ref[Handle]] = []
         self.state = State.ON_DEVICE
-        self.slot: Slot | None = None
         self.event: Event = None  # last copy of the slot, in or out
         self.stream: Stream = None  # the compute stream in whose order its device memory is freed
-        self.stashed: StashEntry | None = None  # until the device copy is dropped
         self.reload: torch.Tensor | None = None  # from the start of a reload to its first use
         self.is_late = False  # its reload started only when backward had reached its region
         self.reloaded: weakref.ref[torch.UntypedStorage] | None = None
@@ -154,7 +200,7 @@ class Remains:
     reload: torch.Tensor | None
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Handle:
     """What is held in place of a saved tensor. Either ``tensor`` (kept) or ``payload`` and ``view`` are set."""
 
@@ -164,3 +210,5 @@ class Handle:
     payload: Payload | None = None
     view: View | None = None
     rebuild: Callable[[torch.Tensor], torch.Tensor] | None = None  # from the local tensor to the DTensor
+    place: int = 0  # of the payload in the region
+    storage: torch.UntypedStorage | None = None  # of the payload on the device, from another handle's use to this one's

@@ -1,5 +1,6 @@
 """DTensors, pending collectives and FSDP2, on gloo."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import toy
@@ -8,9 +9,10 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titan_offload import HostRuntime
+from titan_offload.saved_tensor import is_same_version
 
 
 class Elementwise(nn.Module):
@@ -46,6 +48,57 @@ def test_dtensor_inputs_move_as_local_tensors(on_gloo):
     on_gloo(check_dtensor)
 
 
+class WrapsItsActivation(nn.Module):
+    """As with tensor parallel: what one op saves as a plain tensor, the next one saves as a DTensor."""
+
+    mesh = None
+
+    def __init__(self, dim):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, dim))
+
+    def forward(self, x, rope, mask=None):
+        hidden = torch.tanh(x * rope)  # saves its result
+        weight = DTensor.from_local(self.weight, self.mesh, [Replicate()], run_check=False)
+        wrapped = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
+        return x + (wrapped * weight).to_local()  # saves ``wrapped`` for the weight's gradient
+
+
+def check_a_dtensor_of_a_saved_tensor(rank):
+    WrapsItsActivation.mesh = init_device_mesh("cpu", (2,))
+    expected, model = (toy.make_model(block=WrapsItsActivation, wrap=lambda block: block) for _ in range(2))
+    offloader = toy.offload(model, mode="all")
+    for m in (expected, model):
+        m.loss(toy.make_tokens()).backward()
+    toy.assert_same_grads(model, expected)
+    stats = offloader.step_end()
+    num_bytes = toy.make_tokens().numel() * toy.DIM * 4
+    num_blocks = len(model.layers) - 1
+    # The tokens of the embedding, and of each block what tanh made: there is no gradient to the rotary table.
+    assert (stats.num_offloads, stats.offloaded_bytes) == (
+        1 + num_blocks,
+        toy.make_tokens().nbytes + num_blocks * num_bytes,
+    )
+
+
+def test_a_tensor_that_is_saved_plain_and_as_a_dtensor_moves_once(on_gloo):
+    """Guards: `is_same_version`."""
+    on_gloo(check_a_dtensor_of_a_saved_tensor)
+
+
+@pytest.mark.parametrize(
+    ("moved", "own", "is_same"),
+    [
+        *(((0,), (0,), True), ((0,), (1,), False), ((2, 0), (2, 0), True), ((1, 0), (0, 0), False)),
+        *(((0,), (0, 0), True), ((3,), (0, 3), True), ((3,), (1, 3), False), ((0,), (0, 1), False)),
+        *(((0, 3), (3,), False), ((0, 0), (0,), False)),  # the DTensor may have been changed since
+        *(((), (), True), ((), (0,), False), ((), (0, 0), False), ((0, 0), (), False)),
+    ],
+)
+def test_in_place_changes_of_a_dtensor_and_its_local_tensor_are_told_apart(moved, own, is_same):
+    assert is_same_version(moved, own) is is_same
+
+
 def check_dtensor_in_place(rank):
     mesh = init_device_mesh("cpu", (2,))
     model = dtensor_model(mesh)
@@ -67,6 +120,44 @@ def check_dtensor_in_place(rank):
 def test_in_place_change_of_a_packed_dtensor_raises(on_gloo):
     """Guards: that `version_of` asks the DTensor too."""
     on_gloo(check_dtensor_in_place)
+
+
+class LocalThenDTensor(nn.Module):
+    """Saves a tensor as it is and as a DTensor, as attention under tensor parallel does with its output."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.plain = nn.Parameter(torch.linspace(-1, 1, dim))
+        self.weight = nn.Parameter(torch.linspace(1, 2, dim))
+        self.change = lambda whole: None
+
+    def forward(self, x, rope):
+        a = torch.sin(x.to_local().detach())
+        plain = a * self.plain.to_local()
+        whole = DTensor.from_local(a, x.device_mesh, x.placements, run_check=False)
+        with torch.no_grad():
+            self.change(whole)
+        return x + whole * self.weight + DTensor.from_local(plain, x.device_mesh, x.placements, run_check=False)
+
+
+def check_local_then_dtensor(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    for change, num_moved in ((lambda whole: None, 1), (lambda whole: whole.mul_(2), 2)):
+        models = [dtensor_model(mesh, block=LocalThenDTensor, wrap=lambda block: block) for _ in range(2)]
+        for model in models:
+            for block in model.layers.values():
+                block.change = change
+        offloader = toy.offload(models[0], mode="all")
+        for model in models:
+            run_dtensor(model, mesh, 4).backward()
+        for got, expected in zip(*(model.layers.values() for model in models), strict=True):
+            assert torch.equal(got.weight.grad._local_tensor, expected.weight.grad._local_tensor)
+        assert offloader.step_end().num_offloads == num_moved * (toy.NUM_BLOCKS - 1)
+
+
+def test_tensor_that_is_saved_plain_and_as_a_dtensor_moves_once(on_gloo):
+    """Guards: `is_same_version`. A change of a DTensor does not count in the tensor that it is made of."""
+    on_gloo(check_local_then_dtensor)
 
 
 def check_pending_collective(rank):
@@ -158,7 +249,7 @@ def check_fsdp(rank):
 
 
 def test_fsdp2_parameters_and_their_views_never_move(on_gloo):
-    """F26, F27, H12: a view of a gathered parameter among the inputs. Guards: `_storages_of_state`, and that it is
+    """F26, F27, H12: a view of a gathered parameter among the inputs. Guards: `StateStorages`, and that it is
     asked anew for each forward."""
     on_gloo(check_fsdp)
 

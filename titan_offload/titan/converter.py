@@ -2,10 +2,11 @@
 
 TorchTitan 0.2.2 calls ``convert`` once, on the whole model on the meta device, before tensor parallel, checkpointing,
 compile and FSDP2, and a pipeline deep-copies that model afterwards. So ``convert`` only records the intent, in a way
-that copies carry along: it gives the model a class whose ``train()`` attaches offload. TorchTitan calls ``train()`` on
-each model part when it is final: parallelized, on its device, with its weights.
+that copies carry along: it gives the model an attribute, and a class whose ``train()`` attaches offload. TorchTitan
+calls ``train()`` on each model part when it is final: parallelized, on its device, with its weights.
 """
 
+import functools
 import inspect
 
 from torch import nn
@@ -16,7 +17,8 @@ from torchtitan.protocols.model_converter import ModelConverter
 from torchtitan.tools.logging import logger
 
 from titan_offload import report
-from titan_offload.apply import Offloader, check_keep_last, check_selective, find_blocks, make_offloader
+from titan_offload.apply import Offloader, check_keep_last, check_selective, make_offloader
+from titan_offload.blocks import find_blocks
 from titan_offload.config import GIB, OffloadConfig, SelectiveConfig
 from titan_offload.share import check_settings, current_device, share_host
 from titan_offload.titan.metrics import OffloadLogger
@@ -46,7 +48,7 @@ class OffloadConverter(ModelConverter):
         self._need: NeedOfJob | None = None
         self._trainer: Stateful | None = None
         self._logger: OffloadLogger | None = None
-        if self.config.mode != "none":
+        if self.config.mode == "block_inputs":
             _check_activation_checkpoint(job_config.activation_checkpoint.mode)
 
     def convert(self, model: nn.Module) -> None:
@@ -62,7 +64,12 @@ class OffloadConverter(ModelConverter):
             self._need = NeedOfJob(self._job_config, self._parallel_dims, model.model_args)
             self._check_budget()
         self._trainer = _calling_trainer()
-        model.__class__ = _class_that_attaches(type(model), self)
+        model._offload_converter = self
+        model.__class__ = _class_that_attaches(type(model))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "OffloadConverter":
+        """A pipeline copies the model for each of its parts: all lead to the same converter."""
+        return self
 
     def attach(self, part: nn.Module) -> None:
         """Puts offload on a model part that is final. Called again, it does nothing."""
@@ -93,6 +100,12 @@ class OffloadConverter(ModelConverter):
         """All parts are there: divides the host among its ranks, and says what will move."""
         offloader, schedule = self._offloader, getattr(self._trainer, "pp_schedule", None)
         knows_need = not self._parallel_dims.pp_enabled or schedule is not None
+        if why := self._need.why_unknown(offloader):
+            knows_need = False
+            logger.info(
+                f"Activation offload: what blocks save without checkpointing is not known before step 1, since {why}: "
+                "the ranks of a host get equal shares of its memory, and step 1 pins what it needs"
+            )
         share = share_host(
             self.config,
             self.selective,
@@ -120,7 +133,7 @@ class OffloadConverter(ModelConverter):
 
     def _check_budget(self) -> None:
         budget_bytes, needed = self.config.budget_bytes, self._need.block_input_bytes
-        if self.config.mode != "none" and budget_bytes is not None and budget_bytes < needed:
+        if self.config.mode == "block_inputs" and budget_bytes is not None and budget_bytes < needed:
             raise ValueError(
                 f"activation_offload.pinned_budget_gib = {self.config.pinned_budget_gib:g} is smaller than one block "
                 f"input ({needed / GIB:.6g} GiB on this rank); set it to a multiple of that, or to 0 for a share "
@@ -166,14 +179,18 @@ def _check_activation_checkpoint(mode: str) -> None:
         }.get(mode, "it is not known")
         raise ValueError(
             f'activation_checkpoint.mode = "{mode}" does not go with activation_offload.mode = "block_inputs": {why}. '
-            'Set activation_checkpoint.mode to "full" (or "selective"), or activation_offload.mode to "none"'
+            'Set activation_checkpoint.mode to "full" (or "selective"), or activation_offload.mode to "all" or "none"'
         )
 
 
-def _class_that_attaches(cls: type[nn.Module], converter: OffloadConverter) -> type[nn.Module]:
+@functools.cache
+def _class_that_attaches(cls: type[nn.Module]) -> type[nn.Module]:
+    """One class for all models of a class, and none knows a converter: FSDP2 keeps each class that it was given for the
+    life of the process, and what the class leads to with it, up to the trainer and its parameters."""
+
     def train(self: nn.Module, mode: bool = True) -> nn.Module:
         cls.train(self, mode)
-        converter.attach(self)
+        self._offload_converter.attach(self)
         return self
 
     # The name stays: it is printed and logged.

@@ -89,7 +89,8 @@ class OffloadLogger(BaseLogger):
         ``titan-offload plan`` takes."""
         hosts = Counter(budget.facts.host for budget in share.budgets)
         try:
-            given = plan_input_of(self._job_config, len(share.budgets))
+            on_cpu = self._offloader.engine.runtime.device_type == "cpu"
+            given = plan_input_of(self._job_config, len(share.budgets), on_cpu)
             machine = plan_machine(parse_link(DEFAULT_LINK), nodes=len(hosts), gpus_per_node=max(hosts.values()))
             if share.links:
                 rates = [link.shared.bytes_per_s(given.job.pipeline_parallel > 1) for link in share.links.values()]
