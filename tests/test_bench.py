@@ -12,6 +12,7 @@ import torch
 from titan_offload.planner.simulation import simulate_step
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
+bench_all = importlib.import_module("bench_all")
 bench_hooks = importlib.import_module("bench_hooks")
 bench_overlap = importlib.import_module("bench_overlap")
 bench_paced = importlib.import_module("bench_paced")
@@ -218,3 +219,22 @@ def test_bench_hooks_prints_a_row_per_model(capsys):
         assert row["pack_us"] > 0 and row["unpack_us"] > 0
         assert row["pair_us"] == row["pack_us"] + row["unpack_us"]
     assert document["pair_us_ratio"] > 0 and "added_us_per_region_ratio" in document
+
+
+def test_bench_all_moves_all_and_tells_what_was_planned(capsys):
+    """Copies of half a forward hide behind it, those of 4 do not."""
+    arguments = ["--blocks", "6", "--ops", "4", "--rounds", "1", "--forward-ms", "4", "--ratios", "0.5", "4"]
+    assert bench_all.main(arguments) == 0
+    document = last_line(capsys)
+    assert (document["benchmark"], document["gradients"]) == ("all", "bitwise equal")
+    without, hidden, slow = document["rows"]
+    assert without["planned_ms"] == hidden["planned_ms"] == pytest.approx(6 * 3 * 4)
+    assert slow["planned_ms"] > 1.2 * hidden["planned_ms"]
+    assert all(row["step_ms"] > 6 * 3 * 4 for row in document["rows"])  # sleeps are never shorter than asked for
+
+
+def test_bench_all_fails_where_a_tensor_did_not_move(capsys, monkeypatch):
+    monkeypatch.setattr(bench_all.Variant, "forget_steps", lambda self: setattr(self, "num_moved", 1))
+    assert bench_all.main(["--blocks", "2", "--ops", "1", "--rounds", "1", "--forward-ms", "1", "--ratios", "1"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and "expected 1" in captured.err

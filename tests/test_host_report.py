@@ -108,6 +108,17 @@ def test_advice_raises_the_fraction_where_that_is_enough():
     ]  # 16 / 18 = 0.888...; 64 - 18 + 16 / 0.8 = 66
 
 
+def test_advice_names_activations_where_they_move():
+    """They differ in size: of how many stay, as many as the largest would make up."""
+    short = make_rank(0, limits=[make_limit(free=5, total=10)])
+    activations = dataclasses.replace(short, claims=(Claim("saved activations", 8 * GIB),))
+    (line,) = advice(activations)
+    assert line.startswith(
+        "rank 0: pinned budget 4.000 of 8.000 GiB needed: 4 of 8 saved activations, if the largest do, stay on the "
+        "device (4.000 GiB); limited by"
+    )
+
+
 def test_advice_names_the_rank_that_others_go_by():
     short = make_rank(0, host="b", limits=[make_limit(free=5, total=10)])
     lines = advice(short, make_rank(1))

@@ -18,6 +18,7 @@ from titan_offload.need import (
     max_in_flight,
     slots_bytes,
     staging_bytes,
+    stem_bytes,
 )
 
 GIB, MIB = 1024**3, 1024**2
@@ -167,3 +168,12 @@ def test_data_loader_by_hand():
     assert data_loader_bytes(0, batch) == 0
     assert data_loader_bytes(3, batch) == 3 * (2 * batch + LOADER_WORKER_BYTES)
     assert data_loader_bytes(3, batch, prefetch_factor=5, worker_bytes=7) == 3 * (5 * batch + 7)
+
+
+@pytest.mark.parametrize(
+    ("num_views", "minimum", "expected"),
+    [(1, 0, 8000), (2, 0, 16000), (3, 0, 8000), (1, 8000, 8000), (1, 8001, 0), (2, 8001, 0)],
+)
+def test_tokens_of_the_embedding(num_views, minimum, expected):
+    """1000 tokens of 8 bytes; a view that is half of its storage travels as the whole of it."""
+    assert stem_bytes(1000, num_views, minimum) == expected

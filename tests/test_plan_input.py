@@ -19,7 +19,7 @@ from torchtitan.models import _supported_models
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_offload import SelectiveConfig
-from titan_offload.apply import modules_of
+from titan_offload.blocks import modules_of
 from titan_offload.planner import titan_source
 from titan_offload.planner.model_shape import FAMILIES, model_shape
 from titan_offload.planner.plan_input import offload_of, plan_input_of, read_config, read_plan_input, selective_of

@@ -115,7 +115,11 @@ MIXED = ModelShape(
 )
 PIPELINE = Job(8192, batch=2, num_forwards=8, pipeline_parallel=4, num_devices=32, tensor_parallel=2)
 NODES = replace(MACHINE, num_nodes=4)
-OVERLAP = OffloadConfig()
+OVERLAP, ALL = OffloadConfig(), OffloadConfig(mode="all")
+WITH_ACTIVATIONS = replace(
+    MIXED,
+    layers=tuple(replace(x, activations=(5760, 4.0, 4 / 3, 2000 * i + 512)) for i, x in enumerate(MIXED.layers)),
+)
 
 PLANS = {
     "plain": (QWEN_8B, Job(32768), MACHINE, OVERLAP, None),
@@ -146,6 +150,20 @@ PLANS = {
         *(QWEN_8B, Job(4096, num_forwards=2), replace(MACHINE, d2h_gb_per_s=8.0, h2d_gb_per_s=8.0)),
         *(OffloadConfig(limit="link", pinned_budget_gib=20.0), None),
     ),
+    "all, layout not known": (QWEN_8B, Job(4096, is_checkpointed=False), MACHINE, ALL, None),
+    "all, synchronous": (
+        *(WITH_ACTIVATIONS, Job(4096, batch=3, is_checkpointed=False), MACHINE),
+        *(replace(ALL, schedule="sync", min_offload_mib=20.0), None),
+    ),
+    "all, no prefetch": (
+        *(WITH_ACTIVATIONS, Job(65536, context_parallel=8, is_checkpointed=False), replace(MACHINE, h2d_gb_per_s=9.0)),
+        *(replace(ALL, prefetch_lookahead=0, keep_last=2), None),
+    ),
+    "all, pipeline": (
+        *(WITH_ACTIVATIONS, replace(PIPELINE, is_checkpointed=False, num_forwards=2)),
+        *(NODES, replace(ALL, prefetch_lookahead=2, min_offload_mib=0.01), None),
+    ),
+    "all, with AC": (WITH_ACTIVATIONS, Job(2**18), MACHINE, ALL, None),
     "1F1B": (QWEN_8B, PIPELINE, NODES, OVERLAP, None),
     "stages of the user": (QWEN_8B, replace(PIPELINE, stage_layers=(6, 12, 12, 6)), NODES, OVERLAP, None),
     "interleaved": (QWEN_8B, replace(PIPELINE, schedule="Interleaved1F1B"), NODES, OVERLAP, SelectiveConfig()),

@@ -203,13 +203,19 @@ def _budget_advice(rank: Record) -> Iterator[str]:
         return
     what = (
         f"pinned budget {gib(rank['budget_bytes'])} of {gib(rank['need_bytes'])} GiB needed: {rank['num_kept']} of "
-        f"{rank['num_slots']} block inputs stay on the device ({gib(rank['kept_bytes'])} GiB)"
+        f"{rank['num_slots']} {_moved(rank)} stay on the device ({gib(rank['kept_bytes'])} GiB)"
     )
     if rank["share_bytes"] - rank["budget_bytes"] >= rank["slot_bytes"]:
         what += f", as many as on rank {rank['limited_by_rank']}, which does the same work"
     else:
         what += f"; limited by {rank['limited_by']}"
     yield f"{what}; {rank['repair']}"
+
+
+def _moved(rank: Record) -> str:
+    """What moves: of activations, which differ in size, the largest are counted."""
+    claims = {claim["name"] for claim in rank["claims"] or ()}
+    return "saved activations, if the largest do," if "saved activations" in claims else "block inputs"
 
 
 def _device_advice(rank: Record) -> Iterator[str]:

@@ -44,6 +44,20 @@ def block_input_bytes(
     return batch * -(-seq_len // (context_parallel * tensor_parallel)) * dim * itemsize
 
 
+def stem_bytes(tokens: int, num_views: int = 1, min_offload_bytes: int = 0) -> int:
+    """Bytes that mode "all" moves of what one forward pass saves before the first block: the tokens that the embedding
+    looked up, as int64.
+
+    Args:
+        tokens: of the pass.
+        num_views: passes whose tokens are views of one batch, as microbatches of a pipeline are: of two, each moves the
+            whole batch; of more, its view (`OffloadEngine` gathers what is less than half of a storage).
+        min_offload_bytes: of a smaller view nothing moves.
+    """
+    num_bytes = tokens * 8
+    return 0 if num_bytes < min_offload_bytes else num_bytes * (2 if num_views == 2 else 1)
+
+
 def attention_save_bytes(batch: int, seq_len: int, num_heads: int, head_dim: int, itemsize: int) -> int:
     """Bytes that saving one attention call takes: its output, and a float32 log-sum-exp per head and token.
 

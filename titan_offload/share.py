@@ -31,7 +31,7 @@ from titan_offload.topology import Host, read_device, read_host
 
 logger = logging.getLogger(__name__)
 
-BLOCK_INPUTS, SELECTIVE_SAVES = "block inputs", "selective saves"
+BLOCK_INPUTS, SELECTIVE_SAVES, ACTIVATIONS = "block inputs", "selective saves", "saved activations"
 """Names of the claims that are met from the pool."""
 
 
@@ -42,18 +42,20 @@ class Need:
     Attributes:
         inputs: size in bytes and number of the block inputs that are in host memory at once.
         saves: the same of saved outputs.
+        activations: the same of what else autograd saves, with mode ``"all"``.
         others: what else of the run will take host memory.
         stage: ranks with the same one do the same work.
     """
 
     inputs: Sequence[tuple[int, int]] = ()
     saves: Sequence[tuple[int, int]] = ()
+    activations: Sequence[tuple[int, int]] = ()
     others: Sequence[Claim] = ()
     stage: str = ""
 
     @property
     def claims(self) -> tuple[Claim, ...]:
-        own = ((BLOCK_INPUTS, self.inputs), (SELECTIVE_SAVES, self.saves))
+        own = ((BLOCK_INPUTS, self.inputs), (ACTIVATIONS, self.activations), (SELECTIVE_SAVES, self.saves))
         return (*(Claim(name, _total(slots)) for name, slots in own if slots), *self.others)
 
 
@@ -127,7 +129,7 @@ def share_host(
     if config.measure_link or config.limit == "link":
         share.links = measure_links(runtime, device, host.identity)
     if need is not None:
-        slots = [*need.inputs, *need.saves]
+        slots = [*need.inputs, *need.activations, *need.saves]
         take_turns(
             None,
             *turn_of([facts.host for facts in all_facts], facts.rank),
@@ -170,7 +172,7 @@ def _facts(
 
 
 def _with_need(facts: RankFacts, need: Need) -> RankFacts:
-    slots = need.inputs or need.saves
+    slots = [*need.inputs, *need.activations] or need.saves
     return dataclasses.replace(
         facts,
         claims=need.claims,

@@ -56,6 +56,22 @@ def test_one_rank_gets_its_need_pinned_and_the_rest_to_spare():
     assert pool.num_grown == runtime.num_pinned_allocations == len(progress)
 
 
+def test_activations_are_pinned_with_what_else_moves():
+    """The largest tensor of inputs and activations is what less of a budget is of no use for."""
+    need = Need(inputs=[(MIB, 2)], activations=[(2 * MIB, 3), (MIB // 2, 4)], saves=[(MIB // 4, 4)], stage="all")
+    share, pool, _ = settle(0, need=need)
+    assert {claim.name: claim.num_bytes // MIB for claim in share.own.facts.claims} == {
+        "block inputs": 2,
+        "saved activations": 8,
+        "selective saves": 1,
+    }
+    assert (share.own.facts.slot_bytes, share.own.facts.num_slots) == (2 * MIB, 2 + 3 + 4)
+    assert share.own.budget_bytes == pool.bytes_pinned == 11 * MIB
+    sizes = [MIB] * 2 + [2 * MIB] * 3 + [MIB // 2] * 4 + [MIB // 4] * 4
+    slots = [pool.allocate(size) for size in sizes]
+    assert None not in slots and pool.bytes_pinned == 11 * MIB
+
+
 def test_what_else_the_run_takes_is_taken_off():
     others = [Claim("data loader workers", 46 * MIB, is_offload=False)]
     need = Need(inputs=[(MIB, 8)], saves=[(MIB // 2, 4)], others=others, stage="all")

@@ -5,7 +5,8 @@ Owns the verdict: which settings are tried, in which order, when one is good eno
 
 How it works: the user's settings are tried first, then a deeper prefetch or a larger stash; the first with which copies
 hide is taken, or else ``limit = "link"`` or the fastest. Then as many blocks stay as the host has no room for.
-Price: some ten steps on the virtual clock.
+Where nothing is checkpointed and all moves, there is no ``limit = "link"`` to fall back on: if copies do not hide, the
+advice is to recompute. Price: some ten steps on the virtual clock.
 """
 
 from collections.abc import Iterator
@@ -45,28 +46,33 @@ def give_advice(way: Way, selective_ways: dict[str, Way], ac: Way, host_budget_b
     way = _with(way, _best(way, ac))
     way = _with(way, replace(way.offload, keep_last=_keep_last_that_fits(way, host_budget_bytes)))
     ac_cost = ac.cost()
-    reason = _why_it_does_not_pay(way, ac_cost, way.cost(ac_cost.step_ms))
+    without = _without_offload(way, ac)
+    reason = _why_it_does_not_pay(way, without, way.cost(ac_cost.step_ms))
     place = None if reason is not None else _place_of_saves(way, selective_ways, host_budget_bytes)
     chosen = _with(selective_ways[place], way.offload) if place else way
     cost = chosen.cost(ac_cost.step_ms)
     slowdown = max(0.0, cost.vs_ac_percent)
-    drop = max(0, ac_cost.peak.num_bytes - cost.peak.num_bytes)
-    settings = _settings(asked, way.offload, place) if reason is None else _settings_without(reason)
-    fits_device = _fits_device(chosen, cost)
-    fits_device_ac = _fits_device(ac, ac_cost)
-    needs_device = fits_device_ac is False
+    settings = _settings(asked, way, place) if reason is None else _settings_without(way, cost, reason)
+    fits_device_ac = _fits_device(ac, without)
     return Verdict(
         pays=reason is None,
         fits_host=None if host_budget_bytes is None else cost.pinned_node_bytes <= host_budget_bytes,
-        fits_device=fits_device,
+        fits_device=_fits_device(chosen, cost),
         fits_device_ac=fits_device_ac,
         slowdown_percent=slowdown,
-        freed_bytes=max(0, ac_cost.held_bytes - cost.held_bytes),
-        peak_drop_bytes=drop,
+        freed_bytes=max(0, without.held_bytes - cost.held_bytes),
+        peak_drop_bytes=max(0, without.peak.num_bytes - cost.peak.num_bytes),
         settings=settings,
-        text=tuple(_sentences(chosen, ac_cost, cost, host_budget_bytes, reason, needs_device)),
+        text=tuple(_sentences(chosen, without, cost, host_budget_bytes, reason, fits_device_ac is False)),
         unknown=tuple(_unknown(chosen)),
     )
+
+
+def _without_offload(way: Way, ac: Way) -> StepCost:
+    """What the device holds if nothing moves: of each block its input, or all activations."""
+    if not way.moves_all:
+        return ac.cost()
+    return _with(way, replace(way.offload, keep_last=len(way.model.layers), schedule="overlap")).cost()
 
 
 def _with(way: Way, offload: OffloadConfig) -> Way:
@@ -94,6 +100,8 @@ def _best(way: Way, ac: Way) -> OffloadConfig:
         if costs[offload].simulated_percent <= HIDES_PERCENT:
             return offload
     fastest = min(costs, key=lambda offload: costs[offload].step_ms)
+    if way.offload.mode == "all":
+        return fastest
     lookahead = max(1, fastest.prefetch_lookahead)
     link = replace(way.offload, schedule="overlap", limit="link", prefetch_lookahead=lookahead)
     saved, saved_by_link = (ac.peak.num_bytes - _with(way, o).peak.num_bytes for o in (fastest, link))
@@ -130,12 +138,18 @@ def _fits_device(way: Way, cost: StepCost) -> bool | None:
     return None if memory is None else cost.peak.num_bytes <= memory * GIB
 
 
-def _why_it_does_not_pay(way: Way, ac: StepCost, cost: StepCost) -> str | None:
-    """None: it pays."""
-    drop, peak = ac.peak.num_bytes - cost.peak.num_bytes, ac.peak.num_bytes
+def _why_it_does_not_pay(way: Way, without: StepCost, cost: StepCost) -> str | None:
+    """None: it pays.
+
+    Args:
+        without: the same without offload.
+    """
+    drop, peak = without.peak.num_bytes - cost.peak.num_bytes, without.peak.num_bytes
     if not cost.moved_bytes:
+        if way.moves_all and not any(block.moved_bytes for block in way.blocks):
+            return f"all that blocks save is below {OFFLOAD}.min_offload_mib = {way.offload.min_offload_mib:g}"
         size = input_bytes(way.model, way.job)
-        if size < way.offload.min_offload_bytes:
+        if not way.moves_all and size < way.offload.min_offload_bytes:
             return (
                 f"a block's input is {size / MIB:.3g} MiB, below {OFFLOAD}.min_offload_mib = "
                 f"{way.offload.min_offload_mib:g}"
@@ -144,6 +158,8 @@ def _why_it_does_not_pay(way: Way, ac: StepCost, cost: StepCost) -> str | None:
     if drop < LEAST_DROP_FRACTION * peak:
         return f"the peak would not fall: at it stands {_parts_text(cost.peak)} ({cost.peak.name})"
     slowdown = cost.vs_ac_percent
+    if way.moves_all and slowdown > HIDES_PERCENT:
+        return f"to recompute is faster than to copy everything over this link, by {slowdown:.1f} % of a step"
     if slowdown > drop / peak * 100:
         return (
             f"the step gets {slowdown:.1f} % slower for a peak that falls by {drop / peak * 100:.1f} %: the link is "
@@ -155,13 +171,14 @@ def _why_it_does_not_pay(way: Way, ac: StepCost, cost: StepCost) -> str | None:
 # What to set
 
 
-def _settings(asked: OffloadConfig, best: OffloadConfig, place: str | None) -> tuple[Setting, ...]:
+def _settings(asked: OffloadConfig, way: Way, place: str | None) -> tuple[Setting, ...]:
     """Three keys, those that differ from what was asked about first; a fourth where saved outputs move."""
+    best = way.offload
     keys = [
-        _mode_or_limit(best),
+        _mode_or_limit(way),
         Setting(f"{OFFLOAD}.keep_last", best.keep_last, _why_keep_last(asked, best)),
-        Setting(f"{OFFLOAD}.prefetch_lookahead", best.prefetch_lookahead, _why_lookahead(asked, best)),
-        Setting(f"{OFFLOAD}.max_inflight_offloads", best.max_inflight_offloads, _why_stash(best)),
+        Setting(f"{OFFLOAD}.prefetch_lookahead", best.prefetch_lookahead, _why_lookahead(asked, way)),
+        Setting(f"{OFFLOAD}.max_inflight_offloads", best.max_inflight_offloads, _why_stash(way)),
     ]
     if asked.schedule != best.schedule:
         keys.insert(1, Setting(f"{OFFLOAD}.schedule", best.schedule, "copies hide behind compute"))
@@ -179,9 +196,13 @@ def _is_changed(setting: Setting, asked: OffloadConfig) -> bool:
     return getattr(asked, setting.key.removeprefix(f"{OFFLOAD}.")) != setting.value
 
 
-def _mode_or_limit(best: OffloadConfig) -> Setting:
-    if best.limit == "link":
+def _mode_or_limit(way: Way) -> Setting:
+    if way.offload.limit == "link":
         return Setting(f"{OFFLOAD}.limit", "link", "only as many blocks move as hide behind compute")
+    if way.moves_all:
+        return Setting(f"{OFFLOAD}.mode", "all", "nothing is recomputed, and copies take less time than that would")
+    if way.offload.mode == "all":
+        return Setting(f"{OFFLOAD}.mode", "all", "with block inputs moves what is saved outside the blocks")
     return Setting(f"{OFFLOAD}.mode", "block_inputs", "block inputs are part of the peak, and their copies hide")
 
 
@@ -191,19 +212,29 @@ def _why_keep_last(asked: OffloadConfig, best: OffloadConfig) -> str:
     return "backward needs the newest first" if best.keep_last else "all that can move does"
 
 
-def _why_lookahead(asked: OffloadConfig, best: OffloadConfig) -> str:
+def _why_lookahead(asked: OffloadConfig, way: Way) -> str:
+    best = way.offload
+    if way.moves_all:
+        return "reloads run ahead of backward by the bytes of this many blocks"
     if best.prefetch_lookahead != asked.prefetch_lookahead:
         return "one block's recompute and backward are too short for a copy back"
     return "a copy back hides behind one block's recompute and backward" if best.prefetch_lookahead else "as asked"
 
 
-def _why_stash(best: OffloadConfig) -> str:
-    if not best.max_inflight_offloads:
+def _why_stash(way: Way) -> str:
+    num = way.offload.max_inflight_offloads
+    if not num:
         return "forward never waits for a copy, which costs device memory"
-    return f"at most {best.max_inflight_offloads} inputs wait on the device for their copy"
+    what = "activations of at most {} blocks wait" if way.moves_all else "at most {} inputs wait"
+    return f"{what.format(num)} on the device for their copy"
 
 
-def _settings_without(reason: str) -> tuple[Setting, ...]:
+def _settings_without(way: Way, cost: StepCost, reason: str) -> tuple[Setting, ...]:
+    if way.moves_all and cost.vs_ac_percent > HIDES_PERCENT:
+        return (
+            Setting("activation_checkpoint.mode", "full", reason),
+            Setting(f"{OFFLOAD}.mode", "block_inputs", "of each block its input moves, and nothing else"),
+        )
     return (Setting(f"{OFFLOAD}.mode", "none", reason),)
 
 
@@ -211,13 +242,15 @@ def _settings_without(reason: str) -> tuple[Setting, ...]:
 
 
 def _sentences(
-    way: Way, ac: StepCost, cost: StepCost, host_budget_bytes: int | None, reason: str | None, needs_device: bool
+    way: Way, without: StepCost, cost: StepCost, host_budget_bytes: int | None, reason: str | None, needs_device: bool
 ) -> Iterator[str]:
+    """``without``: the same without offload; ``needs_device``: whether that does not fit the device."""
     pinned = f"{_gib(cost.pinned_node_bytes)} of pinned memory per node, {_gib(cost.pinned_bytes)} per rank"
     slower = f"{abs(cost.vs_ac_percent):.1f} % {'less' if cost.vs_ac_percent < 0 else 'more'} than"
     if reason is not None:
-        yield f"Do not offload: {reason}."
-        yield f"With offload the step would take {_time(cost.step_ms)}, {slower} without, and {pinned}."
+        yield f"Do not {'move everything' if way.moves_all else 'offload'}: {reason}."
+        against = "with activation checkpointing alone" if way.moves_all else "without"
+        yield f"With offload the step would take {_time(cost.step_ms)}, {slower} {against}, and {pinned}."
     elif host_budget_bytes is None:
         yield f"It takes {pinned}; give the host's memory to see whether that fits."
     elif cost.pinned_node_bytes <= host_budget_bytes:
@@ -225,7 +258,8 @@ def _sentences(
     else:
         yield f"It does not fit the host: {pinned}, of {_gib(host_budget_bytes)} that the node's ranks may take."
     if reason is None:
-        freed, drop = max(0, ac.held_bytes - cost.held_bytes), max(0, ac.peak.num_bytes - cost.peak.num_bytes)
+        freed = max(0, without.held_bytes - cost.held_bytes)
+        drop = max(0, without.peak.num_bytes - cost.peak.num_bytes)
         yield f"The step takes {_time(cost.step_ms)}, {slower} with activation checkpointing alone."
         yield (
             f"It frees {_gib(freed)} after forward; the peak falls by {_gib(drop)}, to {_gib(cost.peak.num_bytes)} as "
@@ -250,7 +284,8 @@ def _unknown(way: Way) -> Iterator[str]:
         yield "parameters, gradients and optimizer states: the model's number of parameters is not known"
     if way.model.vocab_size is None:
         yield "logits: the vocabulary is not known"
-    yield "one block's recompute is a GPT block's, 34 bytes per element; gated MLPs and experts take more or less"
+    if way.job.is_checkpointed:
+        yield "one block's recompute is a GPT block's, 34 bytes per element; gated MLPs and experts take more or less"
     yield "buffers of collectives, workspace of kernels, fragmentation"
 
 

@@ -7,15 +7,16 @@ of embedding, head, loss, optimizer and collectives.
 
 from dataclasses import dataclass
 
+from titan_offload import need
 from titan_offload.config import OffloadConfig, SelectiveConfig
 from titan_offload.need import attention_save_bytes, block_input_bytes
 from titan_offload.planner.shapes import Job, LayerShape, Machine, ModelShape
 
 ALL_OVER_INPUT = 17
-"""Bytes of all activations of a block over those of its input: 34 per element of the residual stream against 2, in 16
-bits. Source: Korthikanti et al., arXiv 2205.05198, equation 1 without its attention matrix, which fused attention
-never stores. With tensor and sequence parallel both are divided alike (equation 4). It is a GPT block's, with an MLP of
-four times ``dim``; gated MLPs and experts differ."""
+"""Bytes of all activations of a block over those of its input, if nothing better is known: 34 per element of the
+residual stream against 2, in 16 bits. Source: Korthikanti et al., arXiv 2205.05198, equation 1 without its attention
+matrix, which fused attention never stores. With tensor and sequence parallel both are divided alike (equation 4). It is
+a GPT block's, with an MLP of four times ``dim``; gated MLPs and experts differ."""
 
 STATE_BYTES, GRADIENT_BYTES = 12, 4
 """Per parameter: float32 weight and AdamW's two states; its gradient. What TorchTitan keeps, whatever it computes in
@@ -35,7 +36,7 @@ class BlockCosts:
     Attributes:
         forward_ms, attention_ms, backward_ms: of one pass; attention's products are part of ``forward_ms``, recompute
             is part of ``backward_ms``.
-        inputs, saves: bytes of each tensor that moves to the host: its input (or all its activations), saved outputs.
+        inputs, saves: bytes of each tensor that moves to the host: its input, or each activation; saved outputs.
         stays_bytes: what it holds on the device from forward to backward in any case.
         recomputed_bytes: what its recompute makes, until its backward is over.
     """
@@ -118,6 +119,21 @@ def saved_sizes(layer: LayerShape, job: Job, selective: SelectiveConfig | None) 
     return tuple(sizes)
 
 
+def activation_sizes(layer: LayerShape, model: ModelShape, job: Job) -> tuple[int, ...]:
+    """Bytes of each tensor that autograd saves of a block without checkpointing, on the rank that has most. Their sum
+    alone, see `ALL_OVER_INPUT`, where the layout of the block is not known, and for a job with AC, in whose plan they
+    are something to compare with."""
+    if job.is_checkpointed or not layer.activations:
+        return (ALL_OVER_INPUT * input_bytes(model, job),)
+    return tuple(round(job.tokens * per_token) for per_token in layer.activations)
+
+
+def stem_bytes(job: Job, offload: OffloadConfig) -> int:
+    """Bytes that mode "all" moves of what a pass saves before the first block, see `need.stem_bytes`."""
+    num_views = job.num_forwards if job.pipeline_parallel > 1 else 1
+    return need.stem_bytes(job.tokens, num_views, offload.min_offload_bytes)
+
+
 def block_costs(
     layer: LayerShape,
     model: ModelShape,
@@ -134,9 +150,10 @@ def block_costs(
     """
     attention = flop_ms(attention_flop(layer, job), machine)
     forward = flop_ms(matmul_flop(layer, job), machine) + attention
-    size = input_bytes(model, job)
+    size, activations = input_bytes(model, job), activation_sizes(layer, model, job)
     if variant == "all_without_ac":
-        return BlockCosts(forward, attention, 2 * forward, (ALL_OVER_INPUT * size,), (), 0, 0)
+        inputs = tuple(s for s in activations if s >= offload.min_offload_bytes)
+        return BlockCosts(forward, attention, 2 * forward, inputs, (), sum(activations) - sum(inputs), 0)
     backward, saved = 3 * forward, ()
     if variant.startswith("overlap_selective"):
         saved = saved_sizes(layer, job, selective)
@@ -145,7 +162,7 @@ def block_costs(
     moving = saved if variant == "overlap_selective_host" else ()
     inputs, moving = (tuple(s for s in sizes if s >= offload.min_offload_bytes) for sizes in (inputs, moving))
     stays = size + sum(saved) - sum(inputs) - sum(moving)
-    return BlockCosts(forward, attention, backward, inputs, moving, stays, ALL_OVER_INPUT * size)
+    return BlockCosts(forward, attention, backward, inputs, moving, stays, sum(activations))
 
 
 def shared_among(job: Job) -> int:

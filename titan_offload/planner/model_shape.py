@@ -10,70 +10,18 @@ but no matmuls. Price: nothing is built; a few hundred additions.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 from titan_offload.config import SelectiveConfig
+from titan_offload.planner.block_layout import Block, Linear
+from titan_offload.planner.saved_activations import saved_activations
 from titan_offload.planner.shapes import LayerShape, ModelShape
 
 FLOAT32, INT64 = 4, 8
 
 SLICED_BY_COLUMN = ("wq", "wk", "wv", "w1", "w3", "wq_b", "wkv_b")
 """Linears whose output features tensor parallel divides among ranks, in TorchTitan's plans."""
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A weight, or one per expert.
-
-    Attributes:
-        name: within the block.
-        in_features, out_features: of one.
-        num: how many there are.
-        num_used: how many of them a token meets.
-        has_bias: whether each has one.
-        is_module: whether it is an ``nn.Linear``; experts are not.
-    """
-
-    name: str
-    in_features: int
-    out_features: int
-    num: int = 1
-    num_used: int = 1
-    has_bias: bool = False
-    is_module: bool = True
-
-    @property
-    def used_params(self) -> int:
-        return self.num_used * self.in_features * self.out_features
-
-    @property
-    def num_params(self) -> int:
-        return self.num * (self.in_features + self.has_bias) * self.out_features
-
-
-@dataclass(frozen=True)
-class Block:
-    """A TransformerBlock.
-
-    Attributes:
-        linears: all of them.
-        attention_width: ``n_heads x head_dim`` of queries and keys.
-        num_heads: query heads.
-        value_width: ``n_heads x head_dim`` of values, if that is another one.
-        window: tokens that attention looks back on average, if not all.
-        num_norm_params: parameters that are in no linear.
-        router: its experts and how many of them a token is sent to, if there is one.
-    """
-
-    linears: list[Linear]
-    attention_width: int
-    num_heads: int
-    value_width: int | None = None
-    window: int | None = None
-    num_norm_params: int = 0
-    router: tuple[int, int] | None = field(default=None)
 
 
 def model_shape(
@@ -84,6 +32,8 @@ def model_shape(
     *,
     itemsize: int = 2,
     tensor_parallel: int = 1,
+    batch: int = 1,
+    on_cpu: bool = False,
 ) -> ModelShape:
     """The layers of a model, and its size.
 
@@ -94,6 +44,8 @@ def model_shape(
         selective: what is saved besides attention's outputs. None: what a router needs in any case.
         itemsize: bytes per element of what is saved.
         tensor_parallel: degree.
+        batch: sequences of one forward pass.
+        on_cpu: whether it runs on a CPU, where norms save more.
 
     Raises:
         ValueError: it has no TransformerBlocks in ``layers``.
@@ -112,6 +64,7 @@ def model_shape(
             window=block.window,
             value_width=block.value_width,
             other_saves=tuple(_other_saves(block, f"layers.{index}", selective, itemsize, tensor_parallel)),
+            activations=saved_activations(block, args.dim, itemsize, tensor_parallel, batch, on_cpu),
         )
         for index, block in enumerate(blocks)
     ]
@@ -151,6 +104,7 @@ def _llama4(args: Any, index: int) -> Block:
         window=args.fixed_attn_block_size // 2 if args.attn_type == "flex" and has_rope else None,
         num_norm_params=2 * args.dim,
         router=(moe_args.num_experts, moe_args.top_k) if has_experts else None,
+        scales_inputs=has_experts and moe_args.score_before_experts,
     )
 
 
@@ -165,6 +119,9 @@ def _qwen3(args: Any, index: int) -> Block:
         args.n_heads,
         num_norm_params=2 * args.dim + (2 * args.head_dim if args.qk_norm else 0),
         router=(args.moe_args.num_experts, args.moe_args.top_k) if args.moe_enabled else None,
+        has_qk_norm=args.qk_norm,
+        copies_rope=True,
+        scales_inputs=args.moe_enabled and args.moe_args.score_before_experts,
     )
 
 
@@ -196,6 +153,7 @@ def _deepseek_v3(args: Any, index: int) -> Block:
         value_width=args.n_heads * args.v_head_dim,
         num_norm_params=2 * args.dim + args.q_lora_rank + args.kv_lora_rank,
         router=(args.moe_args.num_experts, args.moe_args.top_k) if has_experts else None,
+        scales_inputs=has_experts and args.moe_args.score_before_experts,
     )
 
 
@@ -216,6 +174,8 @@ def _gpt_oss(args: Any, index: int) -> Block:
         window=args.sliding_window_size if index % 2 == 0 else None,
         num_norm_params=2 * args.dim + args.n_heads,
         router=(moe_args.num_experts, moe_args.top_k),
+        copies_rope=True,
+        scales_inputs=moe_args.score_before_experts,
     )
 
 

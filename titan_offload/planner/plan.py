@@ -32,10 +32,12 @@ class LayerTimes:
         first, count: the blocks.
         forward_ms: of one forward pass.
         attention_ms: the part of it that attention's two products take.
-        d2h_ms, h2d_ms: time to copy its input to the host, and back, while all that share the link copy.
+        d2h_ms, h2d_ms: time to copy its input to the host, and back, while all that share the link copy. With variant
+            all_without_ac: all that moves of it.
         copy_over_forward: the slower of the two over ``forward_ms``.
         input_bytes: its input.
-        saved_bytes: what selective checkpointing saves of it, on the device or in host memory.
+        saved_bytes: what selective checkpointing saves of it, on the device or in host memory. With variant
+            all_without_ac: all that autograd saves.
     """
 
     first: int
@@ -163,8 +165,9 @@ class Verdict:
         fits_host, fits_device: whether it fits; None: the memory is not known. ``fits_device`` counts what is known.
         fits_device_ac: whether it would fit the device without offload.
         slowdown_percent: of the step, against AC alone; not below 0.
-        freed_bytes: block inputs that leave the device, at the end of forward.
-        peak_drop_bytes: by what the peak falls, as far as it is known.
+        freed_bytes: what leaves the device, at the end of forward: block inputs, or with variant all_without_ac
+            activations, against the same run without offload.
+        peak_drop_bytes: by what the peak falls, as far as it is known; the same.
         settings: three keys to set; where saved outputs move or several keys must change, as many as that takes; one
             where offload does not pay.
         text: sentences for people, the most important first.

@@ -34,6 +34,7 @@ class PlanInput:
     Attributes:
         model, job: sizes of the model, and how it is trained.
         offload, selective: settings; selective None: not enabled.
+        estimate: why what autograd saves of blocks that are not checkpointed is an estimate; None: it is exact.
         missing: keys to set for the run to be as planned, with their values, as lines of TOML.
         notes: what the figures do not count, or take for granted; for people.
         dump_folder: where the run writes.
@@ -43,6 +44,7 @@ class PlanInput:
     job: Job
     offload: OffloadConfig
     selective: SelectiveConfig | None
+    estimate: str | None
     missing: tuple[str, ...]
     notes: tuple[str, ...]
     dump_folder: Path
@@ -62,12 +64,13 @@ def read_plan_input(path: Path, num_devices: int) -> PlanInput:
     return plan_input_of(read_config(path), num_devices)
 
 
-def plan_input_of(config: Any, num_devices: int) -> PlanInput:
+def plan_input_of(config: Any, num_devices: int, on_cpu: bool = False) -> PlanInput:
     """The same of a train config that was read already.
 
     Args:
         config: see `read_config`, or TorchTitan's own JobConfig with the sections of `titan.job_config`.
         num_devices: of the whole job.
+        on_cpu: whether they are CPUs, where autograd saves more of a block.
 
     Raises:
         ValueError: the model or its flavor is not known, or TorchTitan would refuse the settings.
@@ -83,9 +86,12 @@ def plan_input_of(config: Any, num_devices: int) -> PlanInput:
         selective,
         itemsize=job.itemsize,
         tensor_parallel=job.tensor_parallel,
+        batch=job.batch,
+        on_cpu=on_cpu,
     )
-    texts = tuple(_missing(config)), tuple(_notes(config, args, job))
-    return PlanInput(model, job, offload, selective, *texts, Path(config.job.dump_folder))
+    estimate = why_estimate(config, spec.family, args, job)
+    texts = tuple(_missing(config, job)), tuple(_notes(config, args, job, estimate))
+    return PlanInput(model, job, offload, selective, estimate, *texts, Path(config.job.dump_folder))
 
 
 # The file
@@ -197,10 +203,15 @@ def offload_of(config: Any) -> OffloadConfig:
     """
     settings, mode = _settings(config, OFFLOAD), config.activation_checkpoint.mode
     offload = OffloadConfig(**settings)
-    if settings and offload.mode != "none" and mode not in ("full", "selective"):
+    if settings and offload.mode == "block_inputs" and mode not in ("full", "selective"):
         raise ValueError(
             f'activation_checkpoint.mode = {mode!r} does not go with {OFFLOAD}.mode = "{offload.mode}", since no block '
-            f'is checkpointed as such: set activation_checkpoint.mode to "full", or {OFFLOAD}.mode to "none"'
+            f'is checkpointed as such: set activation_checkpoint.mode to "full", or {OFFLOAD}.mode to "all" or "none"'
+        )
+    if offload.mode == "all" and mode not in ("full", "selective", "none"):
+        raise ValueError(
+            f'activation_checkpoint.mode = {mode!r} cannot be planned with {OFFLOAD}.mode = "all": the compiler '
+            'decides what is saved. Set activation_checkpoint.mode to "none" or "full"'
         )
     return offload
 
@@ -235,7 +246,39 @@ def _settings(config: Any, section: str) -> dict[str, Any]:
 # For people
 
 
-def _missing(config: Any) -> list[str]:
+def why_estimate(config: Any, family: str, args: Any, job: Job) -> str | None:
+    """Why `saved_activations` is an estimate for this job; None: it is exact, to the byte.
+
+    Args:
+        config: see `plan_input_of`.
+        family, args: of its model, see `model_shape`.
+        job: as it is trained.
+    """
+    blocks = [FAMILIES[family](args, index) for index in range(args.n_layers)]
+    shards = job.num_devices // (job.tensor_parallel * job.pipeline_parallel * job.data_parallel_replicate)
+    others = [name for name in config.model.converters if name != CONVERTER]
+    training, kind = config.training, getattr(args, "attn_type", "sdpa")
+    if any(block.router is not None for block in blocks):
+        return "how many tokens an expert gets is up to its router"
+    if any(block.linear("attention.wkv_b") for block in blocks):
+        return "which kernel takes heads of two sizes is up to the device"
+    if kind != "sdpa":
+        return f"attention of kind {kind!r} was not looked at"
+    if config.compile.enable and "model" in config.compile.components:
+        return "in compiled blocks the compiler decides what is saved"
+    if job.context_parallel > 1:
+        return "with context parallel attention also saves what ranks send each other"
+    if others:
+        return f"the converter {others[0]} changes what linears save"
+    if shards == 1 and any(block.copies_rope for block in blocks) and job.itemsize < 4:
+        return "without FSDP2 rotary tables are cast in other places"
+    is_cast = shards == job.tensor_parallel == job.pipeline_parallel == 1
+    if is_cast and training.mixed_precision_param != training.dtype:
+        return "without FSDP2 autocast saves the copies that it makes"
+    return None
+
+
+def _missing(config: Any, job: Job) -> list[str]:
     """Lines of TOML without which the run would not offload, or not every block."""
     lines = []
     if config.job.custom_config_module != CONFIG_MODULE:
@@ -244,14 +287,21 @@ def _missing(config: Any) -> list[str]:
         lines.append(f'[experimental] custom_import = "{IMPORT}"')
     if CONVERTER not in config.model.converters:
         lines.append(f'[model] converters = ["{CONVERTER}"]')
-    if config.activation_checkpoint.mode != "full":
+    if job.is_checkpointed and config.activation_checkpoint.mode != "full":
         lines.append('[activation_checkpoint] mode = "full"')
     return lines
 
 
-def _notes(config: Any, args: Any, job: Job) -> list[str]:
+def _notes(config: Any, args: Any, job: Job, estimate: str | None) -> list[str]:
     notes = []
-    if config.activation_checkpoint.mode != "full":
+    if not job.is_checkpointed:
+        notes.append(
+            "what blocks save is counted as on an accelerator, whose RMSNorm is one kernel; on a CPU it saves two "
+            "float32 tensors instead of one"
+        )
+        if estimate is not None:
+            notes.append(f"what blocks save is an estimate: {estimate}")
+    elif config.activation_checkpoint.mode != "full":
         notes.append(
             f'activation_checkpoint.mode is "{config.activation_checkpoint.mode}"; the figures are for "full", in '
             "which every block keeps its input alone"

@@ -233,6 +233,8 @@ function showControls(link) {
 
 const planned = data.variant === "ac" ? "overlap" : data.variant;  // where nothing was to move: what moving would do
 
+const movesAll = planned === "all_without_ac";
+
 const fitsHost = (step) => data.host_budget_bytes === null ? null : step.pinned_node_bytes <= data.host_budget_bytes;
 
 function fitsDevice(step) {
@@ -254,8 +256,8 @@ function showVerdict() {
   const answer = (fits, where, limit) => element("span", { class: fits ? "good" : "bad" },
     `${fits ? "Fits" : "Does not fit"} the ${where} (${gib(limit / GIB)} GiB). `);
   const how = step.vs_ac_percent < 0 ? "less" : "more";
-  const slower = `The step takes ${percent(Math.abs(step.vs_ac_percent))} % ${how} `
-    + `than with recompute alone; with synchronous copies ${percent(sync.vs_ac_percent)} % more.`;
+  const slower = `The step takes ${percent(Math.abs(step.vs_ac_percent))} % ${how} than with recompute alone`
+    + (movesAll ? "." : `; with synchronous copies ${percent(sync.vs_ac_percent)} % more.`);
   const head = element("p", {});
   if (host !== null) head.append(answer(host, "host", data.host_budget_bytes));
   if (device !== null) head.append(answer(device, "device", memory * GIB));
@@ -265,9 +267,10 @@ function showVerdict() {
     head,
     element("p", {}, `Pinned host memory: ${gib(step.pinned_bytes / GIB)} GiB per rank, `
       + `${gib(step.pinned_node_bytes / GIB)} GiB per node.`),
-    element("p", {}, `On the device after forward: ${gib(step.held_bytes / GIB)} GiB of block inputs and saved outputs `
-      + `instead of ${gib(ac.held_bytes / GIB)} GiB. The peak, as far as it is known: `
-      + `${gib(step.peak.num_bytes / GIB)} GiB instead of ${gib(ac.peak.num_bytes / GIB)} GiB (${step.peak.name}: `
+    element("p", {}, `On the device after forward: ${gib(step.held_bytes / GIB)} GiB of `
+      + `${movesAll ? "activations" : "block inputs and saved outputs"}, with recompute alone `
+      + `${gib(ac.held_bytes / GIB)} GiB. The peak, as far as it is known: ${gib(step.peak.num_bytes / GIB)} GiB, `
+      + `with recompute alone ${gib(ac.peak.num_bytes / GIB)} GiB (${step.peak.name}: `
       + `${parts.map(([what, bytes]) => `${gib(bytes / GIB)} of ${what}`).join(", ")}).`));
 }
 

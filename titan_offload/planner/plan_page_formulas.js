@@ -39,24 +39,37 @@ function savedSizes(layer, job) {
   return [...attention, ...layer.other_saves.map((perToken) => tokens * perToken)];
 }
 
+function activationSizes(layer, { model, job, constants }) {
+  if (job.is_checkpointed || !layer.activations.length) return [constants.all_over_input * inputBytes(model, job)];
+  return layer.activations.map((perToken) => Math.round(tokensOf(job) * perToken));
+}
+
+function stemBytes(job, constants) {
+  const size = tokensOf(job) * 8, isHalf = job.pipeline_parallel > 1 && job.num_forwards === 2;
+  return size < constants.min_offload_bytes ? 0 : size * (isHalf ? 2 : 1);
+}
+
 function blockCosts(layer, { model, job, machine, offload, constants }, variant) {
   const attentionMs = flopMs(attentionFlop(layer, job), machine);
   const forwardMs = flopMs(matmulFlop(layer, job), machine) + attentionMs;
-  const size = inputBytes(model, job), all = constants.all_over_input * size;
+  const size = inputBytes(model, job), activations = activationSizes(layer, { model, job, constants });
+  const moves = (sizes) => sizes.filter((bytes) => bytes >= constants.min_offload_bytes);
   const costs = (backwardMs, inputs, saves, staysBytes, recomputedBytes) => {
     const movedBytes = sum(inputs) + sum(saves);
     const d2hMs = copyMs(movedBytes, machine.d2h_gb_per_s, machine.devices_per_link);
     const h2dMs = copyMs(movedBytes, machine.h2d_gb_per_s, machine.devices_per_link);
     return { forwardMs, attentionMs, backwardMs, inputs, saves, staysBytes, recomputedBytes, movedBytes, d2hMs, h2dMs };
   };
-  if (variant === "all_without_ac") return costs(2 * forwardMs, [all], [], 0, 0);
+  if (variant === "all_without_ac") {
+    const moving = moves(activations);
+    return costs(2 * forwardMs, moving, [], sum(activations) - sum(moving), 0);
+  }
   const isSelective = variant.startsWith("overlap_selective");
   const saved = isSelective ? savedSizes(layer, job) : [];
   const backwardMs = 3 * forwardMs - (isSelective && layer.saves_attention ? attentionMs : 0);
-  const moves = (sizes) => sizes.filter((bytes) => bytes >= constants.min_offload_bytes);
   const inputs = moves(variant === "ac" || offload.mode === "none" ? [] : [size]);
   const saves = moves(variant === "overlap_selective_host" ? saved : []);
-  return costs(backwardMs, inputs, saves, size + sum(saved) - sum(inputs) - sum(saves), all);
+  return costs(backwardMs, inputs, saves, size + sum(saved) - sum(inputs) - sum(saves), sum(activations));
 }
 
 const sharedAmong = (job) => Math.floor(job.num_devices / job.data_parallel_replicate);
@@ -212,7 +225,11 @@ const slotsBytes = (bytes) => Math.ceil(bytes / 512) * 512;
 class Way {
   constructor(question, variant) {
     Object.assign(this, question, { variant });
-    if (variant !== this.planned) this.offload = { ...this.offload, mode: "block_inputs" };
+    this.movesAll = variant === "all_without_ac";
+    if (variant !== this.planned) {
+      const limit = this.movesAll ? "memory" : this.offload.limit;
+      this.offload = { ...this.offload, mode: this.movesAll ? "all" : "block_inputs", limit };
+    }
     const isPlanned = variant === this.planned && variant !== "ac";
     this.schedule = isPlanned ? this.offload.schedule : variant === "sync" ? "sync" : "overlap";
     this.runs = this.model.layers.map((layer) => blockCosts(layer, this, variant));
@@ -281,8 +298,18 @@ class Way {
           counts.get(slot)[stage] += 1;
         }
     });
+    const first = parts.findIndex((part) => part.first === 0);
+    if (this.stemBytes() && first >= 0) {
+      const slot = `input ${this.stemBytes()}`;
+      if (!counts.has(slot)) counts.set(slot, parts.map(() => 0));
+      counts.get(slot)[first] += 1;
+    }
     return sum([...counts].map(([slot, byStage]) =>
       slotsBytes(Number(slot.split(" ")[1])) * mostInFlight(this.job, this.pipeline[rank], byStage)));
+  }
+
+  stemBytes() {
+    return this.offload.mode === "all" && this.variant !== "ac" ? stemBytes(this.job, this.constants) : 0;
   }
 
   pinnedNodeBytes() {
@@ -321,7 +348,8 @@ class Way {
 
   * moments(part, others) {
     const { model, job, constants } = this, num = part.costs.length;
-    const lookahead = this.schedule === "sync" ? 0 : this.offload.prefetch_lookahead;
+    const ahead = this.schedule === "sync" ? 0 : this.offload.prefetch_lookahead;
+    const lookahead = this.movesAll ? Math.max(0, ahead - 1) : ahead;
     const gradients = Math.floor(constants.gradient_bytes * (model.num_params ?? 0) / sharedAmong(job));
     const hasAll = job.num_forwards > 1, { numMoved, numResident } = this.stepOf(part);
     const logits = part.first + num === model.num_layers ? logitsBytes(model, job, constants) : 0;
@@ -339,7 +367,7 @@ class Way {
   moment(name, held, { recomputed = 0, logits = 0, gradients = 0 }) {
     const { model, job, constants } = this;
     const parts_bytes = {
-      [this.variant === "all_without_ac" ? "activations" : "block inputs and saved outputs"]: held,
+      [this.movesAll ? "activations" : "block inputs and saved outputs"]: held,
       "one block's recompute": recomputed,
       "logits": logits,
       "gradients": gradients,
@@ -358,7 +386,8 @@ class Way {
     let step_ms = this.stepMs((part) => this.stepOf(part).stepMs);
     if (step_ms <= compute_ms * (1 + constants.rounding)) step_ms = compute_ms;
     const moved = this.ranks.map((parts) => sum(parts.map(
-      (part) => sum(part.costs.slice(0, this.stepOf(part).numMoved).map((cost) => cost.movedBytes)))));
+      (part) => sum(part.costs.slice(0, this.stepOf(part).numMoved).map((cost) => cost.movedBytes))
+        + (part.first === 0 ? this.stemBytes() : 0))));
     return {
       variant, step_ms,
       step_bound_ms: Math.max(step_ms, this.stepMs((part) => this.boundMs(part))),
@@ -403,8 +432,9 @@ function makePlan(data, setting) {
   const acCost = ways.ac.cost();
   const steps = Object.fromEntries(data.variants.map((variant) => [variant, ways[variant].cost(acCost.step_ms)]));
   const inputRanks = ways.ac.ranks.map((_, rank) => ways.ac.heldBytes(rank));
+  const pictured = ways[data.variant === "all_without_ac" ? data.variant : "overlap"];
   const timelines = Object.fromEntries(["sync", "overlap"].map(
-    (schedule) => [schedule, timeline(ways.overlap, schedule, data.timeline_blocks)]));
+    (schedule) => [schedule, timeline(pictured, schedule, data.timeline_blocks)]));
   const memory = {
     block_inputs_bytes: largest(inputRanks),
     block_inputs_node_bytes: ways.ac.mostOfANode(inputRanks),
@@ -420,15 +450,17 @@ function makePlan(data, setting) {
 function layerTimes(question, way) {
   const { model, job, machine } = question;
   const input_bytes = inputBytes(model, job);
-  const d2h_ms = copyMs(input_bytes, machine.d2h_gb_per_s, machine.devices_per_link);
-  const h2d_ms = copyMs(input_bytes, machine.h2d_gb_per_s, machine.devices_per_link);
   let first = 0;
   return model.layers.map((layer, index) => {
-    const { forwardMs: forward_ms, attentionMs: attention_ms } = way.runs[index];
+    const { forwardMs: forward_ms, attentionMs: attention_ms, movedBytes } = way.runs[index];
+    const moved = way.movesAll ? movedBytes : input_bytes;
+    const d2h_ms = copyMs(moved, machine.d2h_gb_per_s, machine.devices_per_link);
+    const h2d_ms = copyMs(moved, machine.h2d_gb_per_s, machine.devices_per_link);
+    const saved_bytes = sum(way.movesAll ? activationSizes(layer, question) : savedSizes(layer, job));
     first += layer.count;
     return {
       first: first - layer.count, count: layer.count, forward_ms, attention_ms, d2h_ms, h2d_ms,
-      copy_over_forward: Math.max(d2h_ms, h2d_ms) / forward_ms, input_bytes, saved_bytes: sum(savedSizes(layer, job)),
+      copy_over_forward: Math.max(d2h_ms, h2d_ms) / forward_ms, input_bytes, saved_bytes,
     };
   });
 }

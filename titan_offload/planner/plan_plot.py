@@ -99,11 +99,15 @@ def title(plan: Plan) -> tuple[str, str]:
         link = f"{machine.d2h_gb_per_s:.4g} out, {machine.h2d_gb_per_s:.4g} back, GB/s"
     share = f", shared by {machine.devices_per_link} devices" if machine.devices_per_link > 1 else ""
     cut = "" if job.tokens == job.seq_len else f" ({job.tokens:,} on a device)"
+    what = f"{plan.model.name}, {job.seq_len:,} tokens{cut}, link {link}{share}, {machine.tflops:g} TFLOP/s"
+    all_blocks = f"a step of all {len(plan.model.layers)} blocks"
+    if plan.variant == "all_without_ac":
+        percent = plan.steps[plan.variant].vs_ac_percent
+        longer = f"{abs(percent):.2f} % {'less' if percent < 0 else 'more'}"
+        return what, f"{all_blocks} that move all they save, not recomputed, takes {longer} than with recompute alone"
     sync, overlap = (plan.steps[schedule].vs_ac_percent for schedule in SCHEDULES)
-    return (
-        f"{plan.model.name}, {job.seq_len:,} tokens{cut}, link {link}{share}, {machine.tflops:g} TFLOP/s",
-        f"slow-down of a step of all {len(plan.model.layers)} blocks against recompute alone: "
-        f"{sync:.2f} % synchronous, {overlap:.2f} % overlapped",
+    return what, (
+        f"slow-down of {all_blocks} against recompute alone: {sync:.2f} % synchronous, {overlap:.2f} % overlapped"
     )
 
 

@@ -91,7 +91,8 @@ def headline(plan: Plan) -> str:
     else:
         what = "FITS"
     if not verdict.pays:
-        return f"{what}; offload is of no use here"
+        recompute = verdict.settings[0].key.startswith("activation_checkpoint")
+        return f"{what}; {'to recompute is faster' if recompute else 'offload is of no use'} here"
     longer = percent(verdict.slowdown_percent)
     return f"{what}; the step gets {'no' if longer == percent(0) else longer} longer than with AC alone"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from titan_offload.config import GIB, OffloadConfig, SelectiveConfig
 from titan_offload.planner.advice import give_advice
-from titan_offload.planner.costs import copy_ms, input_bytes, saved_sizes
+from titan_offload.planner.costs import activation_sizes, copy_ms, input_bytes, saved_sizes
 from titan_offload.planner.pipeline import is_bound
 from titan_offload.planner.plan import VARIANTS, LayerTimes, Longest, Plan, Verdict
 from titan_offload.planner.shapes import Job, Machine, ModelShape
@@ -67,16 +67,18 @@ def make_plan(
         host_budget_bytes=host_budget_bytes,
         longest=_longest(question, host_budget_bytes),
         verdict=_verdict(question, ac, host_budget_bytes),
-        timelines={schedule: _timeline(question.way("overlap"), schedule) for schedule in ("sync", "overlap")},
+        timelines={schedule: _timeline(question.pictured, schedule) for schedule in ("sync", "overlap")},
     )
 
 
-def planned_variant(offload: OffloadConfig, selective: SelectiveConfig | None) -> str:
+def planned_variant(offload: OffloadConfig, selective: SelectiveConfig | None, is_checkpointed: bool = True) -> str:
     """Which of `plan.VARIANTS` a run with these settings is."""
     if selective is not None:
         return "overlap_selective_host" if selective.offload else "overlap_selective_device"
     if offload.mode == "none":
         return "ac"
+    if offload.mode == "all" and not is_checkpointed:
+        return "all_without_ac"
     return offload.schedule
 
 
@@ -92,15 +94,22 @@ class _Question:
 
     @property
     def planned(self) -> str:
-        return planned_variant(self.offload, self.selective)
+        return planned_variant(self.offload, self.selective, self.job.is_checkpointed)
 
     def way(self, variant: str) -> Way:
         """A row of the table: the settings that were asked about, as far as they go with it."""
         if variant == self.planned:
             schedule = "" if variant == "ac" else self.offload.schedule
             return Way(self.model, self.job, self.machine, self.offload, self.selective, variant, schedule)
-        offload = replace(self.offload, mode="block_inputs", schedule="overlap")
+        mode = "all" if variant == "all_without_ac" else "block_inputs"
+        limit = "memory" if mode == "all" else self.offload.limit
+        offload = replace(self.offload, mode=mode, limit=limit, schedule="overlap")
         return Way(self.model, self.job, self.machine, offload, self.selective, variant)
+
+    @property
+    def pictured(self) -> Way:
+        """What the timelines are of."""
+        return self.way("all_without_ac" if self.planned == "all_without_ac" else "overlap")
 
     def at(self, seq_len: int) -> "_Question":
         """The same with another sequence."""
@@ -120,13 +129,15 @@ def _host_budget(job: Job, machine: Machine, offload: OffloadConfig) -> int | No
 def _layer_times(question: _Question, way: Way) -> tuple[LayerTimes, ...]:
     """Blocks in a row that are alike as one entry."""
     model, job, machine = question.model, question.job, question.machine
-    size = input_bytes(model, job)
-    d2h = copy_ms(size, machine.d2h_gb_per_s, machine.devices_per_link)
-    h2d = copy_ms(size, machine.h2d_gb_per_s, machine.devices_per_link)
+    size, saves_all = input_bytes(model, job), way.variant == "all_without_ac"
     starts = [k for k, layer in enumerate(model.layers) if k == 0 or layer != model.layers[k - 1]]
     times = []
     for first, end in zip(starts, [*starts[1:], len(model.layers)], strict=True):
-        cost, saved = way.blocks[first], saved_sizes(model.layers[first], job, question.selective)
+        cost, layer = way.blocks[first], model.layers[first]
+        saved = activation_sizes(layer, model, job) if saves_all else saved_sizes(layer, job, question.selective)
+        moved = cost.moved_bytes if saves_all else size
+        d2h = copy_ms(moved, machine.d2h_gb_per_s, machine.devices_per_link)
+        h2d = copy_ms(moved, machine.h2d_gb_per_s, machine.devices_per_link)
         ratio = max(d2h, h2d) / cost.forward_ms
         times.append(
             LayerTimes(
@@ -140,10 +151,10 @@ def _layer_times(question: _Question, way: Way) -> tuple[LayerTimes, ...]:
 
 def _verdict(question: _Question, ac: Way, host_budget_bytes: int | None) -> Verdict:
     """On the settings that were asked about; with mode ``"none"``, on those with offload."""
-    offload = replace(question.offload, mode="block_inputs")
+    offload = question.offload if question.offload.mode == "all" else replace(question.offload, mode="block_inputs")
     asked = replace(question, offload=offload)
     selective_ways = {}
-    if question.selective is None:
+    if question.selective is None and asked.planned != "all_without_ac":
         selective_ways = {place: asked.way(f"overlap_selective_{place}") for place in ("device", "host")}
     return give_advice(asked.way(asked.planned), selective_ways, ac, host_budget_bytes)
 

@@ -29,6 +29,8 @@ class LayerShape:
             one in DeepSeek's latent attention.
         other_saves: bytes per token of each tensor besides attention's that ``[selective_checkpoint]`` saves here, such
             as scores (``num_experts x 4``), top-k values and indices (``top_k x 4``, ``top_k x 8``) of a router.
+        activations: bytes per token of each tensor that autograd saves if the block is not checkpointed, see
+            `saved_activations`. Empty: not known.
     """
 
     params: int
@@ -37,6 +39,7 @@ class LayerShape:
     window: int | None = None
     value_width: int | None = None
     other_saves: tuple[int, ...] = ()
+    activations: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("params", "attention_width", "num_heads"):
@@ -103,6 +106,7 @@ class Job:
             them, see `pipeline.stage_layers`.
         data_parallel_replicate: how many copies of parameters and optimizer states there are (HSDP); the rest of the
             devices shares one.
+        is_checkpointed: whether blocks are under activation checkpointing (AC).
     """
 
     seq_len: int
@@ -117,6 +121,7 @@ class Job:
     stages_per_rank: int | None = None
     stage_layers: tuple[int, ...] | None = None
     data_parallel_replicate: int = 1
+    is_checkpointed: bool = True
 
     def __post_init__(self) -> None:
         for name in (

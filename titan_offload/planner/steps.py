@@ -20,6 +20,7 @@ from titan_offload.planner.costs import (
     block_costs,
     logits_bytes,
     shared_among,
+    stem_bytes,
     unsharded_bytes,
 )
 from titan_offload.planner.link_choice import choose_link_limit
@@ -91,6 +92,11 @@ class Way:
     def __post_init__(self) -> None:
         if not self.schedule:
             object.__setattr__(self, "schedule", "sync" if self.variant == "sync" else "overlap")
+
+    @property
+    def moves_all(self) -> bool:
+        """Whether blocks are not checkpointed, and all that autograd saves of them moves."""
+        return self.variant == "all_without_ac"
 
     @cached_property
     def blocks(self) -> tuple[BlockCosts, ...]:
@@ -210,9 +216,18 @@ class Way:
             for k in blocks[: max(0, len(blocks) - self.offload.keep_last)]:
                 for slot in _slots(self.blocks[k]):
                     counts.setdefault(slot, dict.fromkeys(stages, 0))[stage] += 1
+        if self._stem_bytes and 0 in stages:
+            counts.setdefault(("input", self._stem_bytes), dict.fromkeys(stages, 0))[0] += 1
         return sum(
             slots_bytes(size) * most_in_flight(self.job, rank, by_stage) for (_, size), by_stage in counts.items()
         )
+
+    @property
+    def _stem_bytes(self) -> int:
+        """What moves of each pass besides blocks, on the rank with the first one."""
+        if self.offload.mode != "all" or self.variant == "ac":
+            return 0
+        return stem_bytes(self.job, self.offload)
 
     def pinned_node_bytes(self) -> int:
         """Of all ranks of the node that needs most."""
@@ -260,6 +275,8 @@ class Way:
         second pass of a step on, all gradients are there."""
         others, num = self._held_by_others(part), len(part.costs)
         lookahead = 0 if self.schedule == "sync" else self.offload.prefetch_lookahead
+        if self.moves_all:  # what is reloaded for the next blocks takes the place of what this one is done with
+            lookahead = max(0, lookahead - 1)
         gradients = GRADIENT_BYTES * (self.model.num_params or 0) // shared_among(self.job)
         has_all = self.job.num_forwards > 1
         logits = logits_bytes(self.model, self.job) if part.blocks.stop == len(self.model.layers) else 0
@@ -278,7 +295,7 @@ class Way:
     def _moment(self, name: str, held: int, recomputed: int = 0, logits: int = 0, gradients: int = 0) -> Moment:
         states = STATE_BYTES * (self.model.num_params or 0) // shared_among(self.job)
         parts = {
-            "activations" if self.variant == "all_without_ac" else "block inputs and saved outputs": held,
+            "activations" if self.moves_all else "block inputs and saved outputs": held,
             "one block's recompute": recomputed,
             "logits": logits,
             "gradients": gradients,
@@ -306,6 +323,7 @@ class Way:
             step_ms = compute_ms
         moved = [
             sum(cost.moved_bytes for part in parts for cost in part.costs[: part.num_moved])
+            + sum(self._stem_bytes for part in parts if part.stage == 0)
             for parts in self._parts_of_ranks
         ]
         return StepCost(

@@ -4,7 +4,7 @@ Owns the rules of TorchTitan on degrees, sequence and batch that a plan depends 
 would, in one sentence. Relies on a job config by its attribute names: TorchTitan's own, or what `plan_input` read.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from titan_offload.planner.pipeline import stage_layers
@@ -60,8 +60,16 @@ def job_of(config: Any, spec: TrainSpec, args: Any, num_devices: int) -> Job:
         pipeline_parallel=pipeline,
         num_devices=num_devices,
         data_parallel_replicate=replicate,
+        is_checkpointed=_is_checkpointed(config),
         **pipelined,
     )
+
+
+def _is_checkpointed(config: Any) -> bool:
+    """Whether the run that is planned has AC: not if the config has none, and asks for that."""
+    offload = config.activation_offload
+    moves_all = (offload.get("mode") if isinstance(offload, Mapping) else offload.mode) == "all"
+    return not (moves_all and config.activation_checkpoint.mode == "none")
 
 
 def _shard_degree(parallelism: Any, others: int, num_devices: int) -> int:

@@ -1,12 +1,15 @@
 """How much host memory a rank will take, from TorchTitan's job config, before the first step.
 
-Owns the sizes of what moves: block inputs exactly, saved outputs of ops by the rules of `save_policy` and the shapes
+Owns the sizes of what moves: block inputs exactly, what autograd saves of other blocks where the planner knows that to
+the byte (mode "all"), saved outputs of ops by the rules of `save_policy` and the shapes
 that TorchTitan's models give them; how many of them a pipeline schedule holds at once; and what else of the run takes
 host memory from then on. The first step's real bytes are compared with it.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,9 +19,23 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
-from titan_offload.apply import Offloader, find_blocks, modules_of, unwrapped
+from titan_offload.apply import Offloader
+from titan_offload.blocks import find_blocks, modules_of, unwrapped
 from titan_offload.budget import Claim
-from titan_offload.need import block_input_bytes, cpu_offload_bytes, data_loader_bytes, max_in_flight, staging_bytes
+from titan_offload.need import (
+    block_input_bytes,
+    cpu_offload_bytes,
+    data_loader_bytes,
+    max_in_flight,
+    staging_bytes,
+    stem_bytes,
+)
+from titan_offload.planner.costs import activation_sizes
+from titan_offload.planner.model_shape import FAMILIES, model_shape
+from titan_offload.planner.plan_input import why_estimate
+from titan_offload.planner.shapes import Job
+from titan_offload.planner.titan_job import job_of
+from titan_offload.planner.titan_source import TrainSpec
 from titan_offload.save_policy import Call
 from titan_offload.saved_tensor import local_tensor
 from titan_offload.selective import BlockSaves
@@ -61,6 +78,29 @@ class NeedOfJob:
             tensor_parallel=self._dims.tp,
         )
 
+    def why_unknown(self, offloader: Offloader) -> str | None:
+        """Why nobody can say before the first step what will move; None: `NeedOfJob` can."""
+        if not offloader.fqns_saving_all:
+            return None
+        if self._family is None:
+            return "the planner does not know this model"
+        try:
+            return why_estimate(self._job_config, self._family, self._model_args, self._job)
+        except ValueError as error:  # a pipeline schedule that it does not know, say
+            return str(error)
+
+    @property
+    def _family(self) -> str | None:
+        """Of `model_shape`: whose blocks the model has. Anybody may add a flavor, so the class of its args says so."""
+        path = type(self._model_args).__module__.split(".")
+        return path[2] if path[:2] == ["torchtitan", "models"] and path[2] in FAMILIES else None
+
+    @cached_property
+    def _job(self) -> Job:
+        spec = TrainSpec(self._family, {}, has_pipeline=True)
+        job = job_of(self._job_config, spec, self._model_args, self._dims.world_size)
+        return replace(job, is_checkpointed=False)  # those of its blocks that are asked about
+
     def __call__(self, offloader: Offloader, parts: Sequence[nn.Module], schedule: Any = None) -> Need:
         """The need of this rank.
 
@@ -74,8 +114,12 @@ class NeedOfJob:
         sizes: list[Counter[tuple[str, int]]] = []  # per part: what is moved of one forward pass, by size
         for part, fqns in zip(parts, moving, strict=True):
             sizes.append(Counter())
-            if config.mode != "none":
-                sizes[-1]["input", self.block_input_bytes] = len(fqns)
+            checkpointed = [fqn for fqn in fqns if fqn not in offloader.fqns_saving_all]
+            if config.mode == "block_inputs" or (config.mode == "all" and checkpointed):
+                sizes[-1]["input", self.block_input_bytes] = len(checkpointed)
+            if config.mode == "all":
+                others = self._activation_sizes(offloader, part, set(fqns) - set(checkpointed))
+                sizes[-1].update(("activation", num_bytes) for num_bytes in others)
             if offloader.saves.offloads:
                 blocks = find_blocks(part, "layers.*")
                 for fqn in fqns:
@@ -89,9 +133,29 @@ class NeedOfJob:
         return Need(
             inputs=[(num_bytes, count) for (kind, num_bytes), count in slots.items() if kind == "input"],
             saves=[(num_bytes, count) for (kind, num_bytes), count in slots.items() if kind == "save"],
+            activations=[(num_bytes, count) for (kind, num_bytes), count in slots.items() if kind == "activation"],
             others=self._other_claims(parts),
             stage=" ".join(fqn for fqns in offloader.part_fqns for fqn in fqns),
         )
+
+    def _activation_sizes(self, offloader: Offloader, part: nn.Module, fqns: Collection[str]) -> Iterator[int]:
+        """Bytes of each tensor that moves of one forward pass, besides block inputs: what autograd saves before the
+        first block, and in the blocks ``fqns``."""
+        if getattr(part, "tok_embeddings", None) is not None:
+            num_views = self._job_config.training.local_batch_size // self._batch if self._dims.pp_enabled else 1
+            minimum = offloader.engine.config.min_offload_bytes
+            yield stem_bytes(self._batch * self._local_seq_len, num_views, minimum)
+        if fqns:
+            job = self._job
+            model = model_shape(
+                *(self._family, self._family, self._model_args),
+                itemsize=job.itemsize,
+                tensor_parallel=job.tensor_parallel,
+                batch=job.batch,
+                on_cpu=offloader.engine.runtime.device_type == "cpu",
+            )
+            layers = (model.layers[int(fqn.rpartition(".")[2])] for fqn in fqns)
+            yield from (size for layer in layers for size in activation_sizes(layer, model, job))
 
     # Saved outputs
 
