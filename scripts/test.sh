@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Lint, and all tests that need no accelerator; installs what they need first.
+# Lint, and the tests that need no accelerator; installs what they need first.
 #
 #   ./scripts/test.sh [flags for pytest, such as -k corpus]
 #
+# Tests marked slow are left out, unless a flag -m asks for them: -m slow for these alone, -m "" for all.
 # The environment is .venv (see launch/env.sh to have it elsewhere). With CI=true it is one of its own, made anew and
 # removed at the end, so that nothing left by an earlier run can make a test pass.
 set -euo pipefail
@@ -22,4 +23,4 @@ say "lint"
 
 say "tests"
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
-"$venv/bin/python" -m pytest "$@"
+"$venv/bin/python" -m pytest -m "not slow" "$@"  # the last -m counts

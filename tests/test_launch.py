@@ -1,6 +1,7 @@
 """The launchers: what they start, to the last word, and what they refuse. Programs of a cluster are stand-ins on the
 PATH that print their arguments, one a line, in brackets."""
 
+import itertools
 import os
 import shutil
 import stat
@@ -15,6 +16,8 @@ import pytest
 import torch
 import yaml
 from machine_trees import GIB, write_device, write_host, write_pairs
+
+pytest_plugins = ("pytester",)
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = ROOT / "launch"
@@ -111,6 +114,39 @@ def test_shellcheck(path):
 def test_launchers_can_be_run_and_stop_at_the_first_failure(path):
     assert path.stat().st_mode & stat.S_IXUSR
     assert "\nset -euo pipefail\n" in path.read_text()
+
+
+# Tests
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "marks"),
+    [
+        ("scripts/test.sh", ["-k", "corpus"], ["not slow"]),
+        ("scripts/test.sh", ["-m", "slow"], ["not slow", "slow"]),
+        (".ci/run", [], ["not slow", ""]),
+    ],
+)
+def test_slow_tests_are_left_out_unless_asked_for(programs, tmp_path, file, flags, marks):
+    for name in ("python", "ruff"):
+        (programs / name).write_text(SHOW.format(name=name))
+        (programs / name).chmod(0o755)
+    (tmp_path / ".installed-dev").touch()
+    code, stdout, _ = run(ROOT / file, programs, *flags, VENV=str(tmp_path))
+    arguments = shown(stdout[stdout.index("python ") :])[1]
+    assert code == 0
+    assert arguments[:2] == ["-m", "pytest"]
+    assert [mark for flag, mark in itertools.pairwise(arguments[2:]) if flag == "-m"] == marks
+    if file == "scripts/test.sh":
+        assert arguments[-len(flags) :] == flags
+
+
+@pytest.mark.parametrize(("flags", "num"), [((), 1), (("-m", ""), 2), (("-m", "slow"), 1)])
+def test_of_several_marks_pytest_takes_the_last(pytester, flags, num):
+    pytester.makeini("[pytest]\nmarkers = slow")
+    pytester.makepyfile("import pytest\ndef test_quick(): pass\n@pytest.mark.slow\ndef test_slow(): pass\n")
+    outcome = pytester.runpytest_inprocess("-m", "not slow", *flags)
+    outcome.assert_outcomes(passed=num, deselected=2 - num)
 
 
 # One node
