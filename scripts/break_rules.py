@@ -17,12 +17,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import break_rules_all
 import break_rules_budget
 import break_rules_cli
+import break_rules_compile
+import break_rules_faults
 import break_rules_launch
 import break_rules_link
+import break_rules_matrix
 import break_rules_page
+import break_rules_paths
 import break_rules_plan
+import break_rules_plan_all
 import break_rules_pool
 import break_rules_selective
 import break_rules_share
@@ -100,12 +106,14 @@ ORDER = [
     rule(
         "H2D waits for what compute did before the destination was allocated",
         "engine",
-        "        payload.reload = self.runtime.empty(payload.slot.buffer.numel(), payload.device)\n"
+        "        reload = self.runtime.empty(payload.slot.buffer.numel(), payload.device)\n"
         "        h2d = compute if self._is_sync else self.runtime.h2d_stream(payload.device)\n"
-        "        events = (self.runtime.record_event(compute), payload.event)\n",
+        "        with self._settled(h2d):\n"
+        "            events = (self.runtime.record_event(compute), payload.event)\n",
         "        events = (self.runtime.record_event(compute), payload.event)\n"
-        "        payload.reload = self.runtime.empty(payload.slot.buffer.numel(), payload.device)\n"
-        "        h2d = compute if self._is_sync else self.runtime.h2d_stream(payload.device)\n",
+        "        reload = self.runtime.empty(payload.slot.buffer.numel(), payload.device)\n"
+        "        h2d = compute if self._is_sync else self.runtime.h2d_stream(payload.device)\n"
+        "        with self._settled(h2d):\n",
         GRADIENTS,
     ),
     rule(
@@ -139,12 +147,10 @@ ORDER = [
     rule(
         "the compute stream is asked for anew at each pack",
         "engine",
-        "        compute = payload.stream = self.runtime.compute_stream(payload.device)\n"
-        "        payload.move_to(State.D2H_IN_FLIGHT",
+        "        compute = payload.stream = self.runtime.compute_stream(payload.device)\n",
         '        if not hasattr(self, "compute"):\n'
         "            self.compute = self.runtime.compute_stream(payload.device)\n"
-        "        compute = payload.stream = self.compute\n"
-        "        payload.move_to(State.D2H_IN_FLIGHT",
+        "        compute = payload.stream = self.compute\n",
         OVERLAP,
     ),
     rule(
@@ -159,7 +165,7 @@ ORDER = [
     rule(
         "memory used on another compute stream than its own is lent to it",
         "engine",
-        "            self.runtime.lend(reload, compute)",
+        "            self.runtime.lend(payload.reload, compute)",
         "            pass",
         f"{E}backward_on_another_compute_stream_lends_the_memory",
     ),
@@ -187,8 +193,8 @@ ORDER = [
     rule(
         "schedule sync: nothing is prefetched",
         "engine",
-        "        if self._is_sync:\n            return\n        ahead = ",
-        "        ahead = ",
+        "if tape.reached() is not region and not self._is_sync:",
+        "if tape.reached() is not region:",
         SYNC,
     ),
 ]
@@ -218,15 +224,15 @@ DEVICE_MEMORY = [
     rule(
         "at most max_inflight_offloads in the stash",
         "engine",
-        "while limit and len(self._stash) >= limit:",
+        "while len(self._stash) >= limit:",
         "while False:",
         f"{E}stash_is_bounded_at_every_moment",
     ),
     rule(
         "the oldest leaves the stash before one more copy starts",
         "engine",
-        "while limit and len(self._stash) >= limit:",
-        "while limit and len(self._stash) > limit:",
+        "while len(self._stash) >= limit:",
+        "while len(self._stash) > limit:",
         f"{E}stash_is_bounded_at_every_moment",
     ),
     rule(
@@ -239,8 +245,8 @@ DEVICE_MEMORY = [
     rule(
         "the stash is looked through when backward starts, not later",
         "engine",
-        "        # Not later: what is in the stash when a region is prefetched must still be there when the region is "
-        "reached.\n        self._reap_stash()\n",
+        "            # Not later: what is in the stash when a region is prefetched must be there when the region is "
+        "reached.\n            self._reap_stash()\n",
         "",
         f"{E}exact_counts",
     ),
@@ -321,27 +327,27 @@ OWNERSHIP = [
     rule(
         "a region holds payloads weakly",
         "engine",
-        "region.payloads.append(weakref.ref(payload))",
-        "region.payloads.append(lambda: payload)",
+        "region.payloads.setdefault(weakref.ref(payload), len(region.payloads))",
+        "region.payloads.setdefault(lambda: payload, len(region.payloads))",
         f"{E}dropped_graph_releases_everything",
     ),
     rule(
         "a tape holds payloads weakly",
         "engine",
-        "region.tape.moved[storage_id(local)] = weakref.ref(payload)",
-        "region.tape.moved[storage_id(local)] = lambda: payload",
+        "region.tape.moved[view_id(local) if is_gathered else storage_id(local)] = weakref.ref(payload)",
+        "region.tape.moved[view_id(local) if is_gathered else storage_id(local)] = lambda: payload",
         f"{E}dropped_graph_releases_everything",
     ),
     rule(
         "a tape holds regions weakly",
-        "engine",
+        "tape_order",
         "tape.regions.append(weakref.ref(region))",
         "tape.regions.append(lambda: region)",
         f"{E}300_steps_leave_nothing_behind",
     ),
     rule(
-        "the engine holds tapes weakly",
-        "engine",
+        "tapes are held weakly",
+        "tape_order",
         "self._tapes[tape.serial] = weakref.ref(tape)",
         "self._tapes[tape.serial] = lambda: tape",
         f"{E}300_steps_leave_nothing_behind",
@@ -349,8 +355,8 @@ OWNERSHIP = [
     rule(
         "a release never waits for the lock",
         "engine",
-        "self._lock.acquire(blocking=False)",
-        "self._lock.acquire()",
+        "while self._remains and not self._lock.locked():",
+        "while self._remains:",
         f"{E}release_from_another_thread_while_the_lock_is_held",
     ),
     rule(
@@ -363,31 +369,31 @@ OWNERSHIP = [
     rule(
         "hooks are popped by `with`: a forward that raises leaves none",
         "engine",
-        "            with (\n                self._timed(region, inputs),\n"
-        "                saved_tensors_hooks(lambda tensor: self.pack(region, tensor), self.unpack),\n"
-        "            ):\n                yield region\n",
-        "            hooks = saved_tensors_hooks(lambda tensor: self.pack(region, tensor), self.unpack)\n"
-        "            hooks.__enter__()\n            yield region\n            hooks.__exit__()\n",
+        "        with (\n            self._timed(region, inputs),\n"
+        "            saved_tensors_hooks(lambda tensor: self.pack(region, tensor, is_ours(tensor)), self.unpack),\n"
+        "        ):\n            yield region\n",
+        "        hooks = saved_tensors_hooks(lambda tensor: self.pack(region, tensor, is_ours(tensor)), self.unpack)\n"
+        "        hooks.__enter__()\n        yield region\n        hooks.__exit__()\n",
         f"{E}forward_that_raises_releases_everything_and_leaves_no_hook",
     ),
     rule(
         "each forward pass has a tape of its own",
-        "engine",
+        "tape_order",
         "if tape is None or index <= tape.last_index:",
         "if tape is None:",
         f"{E}next_tape_is_learned_from_the_step_before",
     ),
     rule(
         "no trace of a forward under no_grad",
-        "apply",
-        "if self.engine is None or not torch.is_grad_enabled() or not block.training:",
-        "if self.engine is None or not block.training:",
+        "module_hooks",
+        "if self.engine is None or not torch.is_grad_enabled() or not module.training:",
+        "if self.engine is None or not module.training:",
         f"{E}forwards_without_backward_leave_no_trace[no_grad]",
     ),
     rule(
         "no trace of a forward in eval",
-        "apply",
-        "if self.engine is None or not torch.is_grad_enabled() or not block.training:",
+        "module_hooks",
+        "if self.engine is None or not torch.is_grad_enabled() or not module.training:",
         "if self.engine is None or not torch.is_grad_enabled():",
         f"{E}forwards_without_backward_leave_no_trace[eval]",
     ),
@@ -404,8 +410,8 @@ WHAT_MOVES = [
     rule(
         "content: the version counter when the stash entry is dropped",
         "engine",
-        "            check_version(entry.packed, payload.version)\n",
-        "",
+        "if payload is not None and version_of(entry.packed) == payload.version:",
+        "if payload is not None:",
         f"{E}in_place_change_of_a_packed_input_raises_as_autograd_would",
     ),
     rule(
@@ -432,44 +438,44 @@ WHAT_MOVES = [
     rule(
         "a storage that moved is found by identity, which cannot be recycled",
         "engine",
-        "if payload is None or payload.origin() is not local.untyped_storage():",
-        "if payload is None:",
+        "payload.origin() is local.untyped_storage() and is_same_version(payload.version, version_of(tensor)):",
+        "is_same_version(payload.version, version_of(tensor)):",
         f"{E}recycled_storage_identity_is_another_payload",
     ),
     rule(
         "a storage that moved is found with the content it had",
         "engine",
-        "return payload if payload.version == version_of(tensor) else None",
-        "return payload",
+        "payload.origin() is local.untyped_storage() and is_same_version(payload.version, version_of(tensor)):",
+        "payload.origin() is local.untyped_storage():",
         f"{E}a_moved_storage_whose_content_changed_is_another_payload",
     ),
     rule(
         "a storage that several inputs share moves once",
         "engine",
-        "payload = self._find_moved(region, tensor, local) or self._offload(region, tensor, local)",
-        "payload = self._offload(region, tensor, local)",
+        "payload = self._find_moved(region, tensor) or self._offload(region, tensor)",
+        "payload = self._offload(region, tensor)",
         f"{E}inputs_that_share_storage_move_once",
     ),
     rule(
         "parameters, buffers and their views stay",
         "engine",
-        "region.inputs = input_storages(inputs) - region.tape.protected",
-        "region.inputs = input_storages(inputs)",
+        "taken = {storage for storage in input_storages(inputs) if storage not in state}",
+        "taken = input_storages(inputs)",
         f"{E}parameters_and_buffers_never_move",
     ),
     rule(
         "only a block's inputs move",
         "engine",
-        "if not self.runtime.owns(local) or (is_input and storage_id(local) not in region.inputs):",
-        "if not self.runtime.owns(local):",
+        "return lambda tensor: storage_id(tensor) in taken",
+        "return lambda tensor: True",
         f"{E}exact_counts",
         f"{E}what_needs_no_gradient_stays",
     ),
     rule(
         "what lives elsewhere stays",
         "engine",
-        "if not self.runtime.owns(local) or (is_input and storage_id(local) not in region.inputs):",
-        "if is_input and storage_id(local) not in region.inputs:",
+        "        if not self.runtime.owns(local):\n            return Stay.NOT_OURS\n",
+        "",
         f"{E}what_lives_elsewhere_stays",
     ),
     rule(
@@ -530,8 +536,8 @@ WHAT_MOVES = [
     ),
     rule(
         "a hidden state given by keyword moves",
-        "apply",
-        "        args, kwargs = self._make_inputs_positional(block, args, kwargs)\n",
+        "module_hooks",
+        "        args, kwargs = self._make_inputs_positional(self._module(), args, kwargs)\n",
         "",
         f"{E}hidden_state_by_keyword_moves_too",
     ),
@@ -549,8 +555,8 @@ PREFETCH = [
     rule(
         "unpack prefetches what comes next",
         "engine",
-        "        if self._is_sync:\n            return\n        ahead = ",
-        "        if True:\n            return\n        ahead = ",
+        "        while tape.to_reload:\n",
+        "        while False:\n",
         f"{E}exact_counts",
     ),
     rule(
@@ -562,17 +568,16 @@ PREFETCH = [
     ),
     rule(
         "prefetch_lookahead regions ahead",
-        "engine",
-        "found = _last_regions(region.tape, region.position, self.config.prefetch_lookahead)",
-        "found = _last_regions(region.tape, region.position, min(1, self.config.prefetch_lookahead))",
+        "tape_order",
+        "found = _last_regions(region.tape, region.position, num)",
+        "found = _last_regions(region.tape, region.position, min(1, num))",
         f"{E}lookahead_is_the_number_of_regions_reloaded_ahead",
     ),
     rule(
         "what is alive is not reloaded ahead",
         "engine",
-        "        for payload in _alive(ahead):\n"
-        "            if payload.state is State.ON_HOST and payload.alive_storage() is None:\n",
-        "        for payload in _alive(ahead):\n            if payload.state is State.ON_HOST:\n",
+        "return payload.state is State.ON_HOST and payload.alive_storage() is None",
+        "return payload.state is State.ON_HOST",
         f"{E}prefetch_does_not_repeat_what_is_alive",
     ),
     rule(
@@ -591,29 +596,29 @@ PREFETCH = [
     ),
     rule(
         "a tape's first region starts the next tape's last",
-        "engine",
+        "tape_order",
         "and (tape := self._tape_after(region.tape)) is not None:",
         "and (tape := None) is not None:",
         f"{E}last_in_first_out_until_an_order_is_known",
     ),
     rule(
         "the order of tapes is learned from the step before",
-        "engine",
+        "tape_order",
         "self._next_tape = dict(itertools.pairwise(self._order))",
         "self._next_tape = {}",
         f"{E}next_tape_is_learned_from_the_step_before",
     ),
     rule(
         "last in, first out until an order is known",
-        "engine",
+        "tape_order",
         "candidates = [ref for serial, ref in reversed(self._tapes.items()) if serial < tape.serial]",
         "candidates = []",
         f"{E}last_in_first_out_until_an_order_is_known",
     ),
     rule(
         "tapes are numbered within their step",
-        "engine",
-        "            self._first_serial = self._num_tapes\n",
+        "tape_order",
+        "        self._first_serial = self.num_opened\n",
         "",
         f"{E}next_tape_is_learned_from_the_step_before",
     ),
@@ -667,22 +672,22 @@ REPORTS = [
 HOOKS = [
     rule(
         "a copy of the model runs its own weights",
-        "apply",
+        "module_hooks",
         "    def __deepcopy__(self, memo: dict)",
         "    def __other__(self, memo: dict)",
         f"{A}a_copy_trains_its_own_weights_and_is_not_under_offload",
     ),
     rule(
         "globs do not cross segments",
-        "apply",
+        "blocks",
         "return len(segments) == len(globs) and all(map(fnmatchcase, segments, globs))",
         "return fnmatchcase(fqn, pattern)",
         f"{A}wildcards_do_not_cross_segments",
     ),
     rule(
         "remove takes the hooks away",
-        "apply",
-        '        self.block.__dict__.pop("forward", None)\n',
+        "module_hooks",
+        "        self.module.__dict__.pop(self.entry, None)\n",
         "",
         f"{A}remove_leaves_nothing_behind",
     ),
@@ -703,7 +708,7 @@ HOOKS = [
     rule(
         "offload twice is refused",
         "apply",
-        'if isinstance(block.__dict__.get("forward"), _BlockForward) and block.__dict__["forward"].engine is not None:',
+        "if isinstance(called, HookedForward) and called.engine is not None:",
         "if False:",
         f"{A}applying_twice_is_refused_and_again_after_remove_is_fine",
     ),
@@ -716,7 +721,7 @@ HOOKS = [
     ),
     rule(
         "blocks that are not checkpointed are left alone",
-        "apply",
+        "blocks",
         "    return wrapper if isinstance(wrapper, CheckpointWrapper) else None\n",
         "    return wrapper\n",
         f"{A}only_the_checkpointed_blocks_are_taken",
@@ -724,7 +729,7 @@ HOOKS = [
     ),
     rule(
         "saved-tensor hooks and selective saves are kept apart",
-        "apply",
+        "module_hooks",
         "wrapper.checkpoint_fn = functools.partial(wrapper.checkpoint_fn, respect_saved_tensors_hooks=False)",
         "pass",
         f"{A}selective_checkpoint_moves_exactly_the_block_inputs",
@@ -743,15 +748,15 @@ POOL = [
     rule(
         "pool: pieces carry the events of the whole",
         "pool",
-        "self._put(Extent(extent.slab, extent.start + size, extent.size - size, extent.events))",
-        "self._put(Extent(extent.slab, extent.start + size, extent.size - size))",
+        "rest = Extent(extent.slab, extent.start + size, extent.size - size, extent.events)",
+        "rest = Extent(extent.slab, extent.start + size, extent.size - size)",
         f"{P}pieces_of_a_slot_carry_its_event",
     ),
     rule(
         "pool: a joined slab carries the events of its pieces",
         "pool",
-        "self._put(Extent(slab, 0, slab.num_bytes, events))",
-        "self._put(Extent(slab, 0, slab.num_bytes))",
+        "extents = [Extent(slab, start, size, events) for start",
+        "extents = [Extent(slab, start, size) for start",
         f"{P}a_joined_slab_carries_the_events_of_its_pieces_that_are_not_done",
     ),
     rule(
@@ -827,13 +832,18 @@ RUNTIME = [
 OTHERS = [
     rule(f"{part}: {name}", *rest)
     for part, rules in {
+        "all": break_rules_all.RULES,
+        "compile": break_rules_compile.RULES,
+        "faults": break_rules_faults.RULES,
+        "matrix": break_rules_matrix.RULES,
+        "paths": break_rules_paths.RULES,
         "saves": break_rules_selective.RULES,
         "pinned": break_rules_pool.RULES,
         "link": break_rules_link.RULES,
         "machine": break_rules_topology.RULES,
         "budget": break_rules_budget.RULES,
         "share": break_rules_share.RULES,
-        "plan": break_rules_plan.RULES,
+        "plan": break_rules_plan.RULES + break_rules_plan_all.RULES,
         "cli": break_rules_cli.RULES,
         "page": break_rules_page.RULES,
         "launch": break_rules_launch.RULES,

@@ -11,19 +11,19 @@ SIZES = [
     ("a token meets the shared experts", "planner/model_shape", "if num_shared else []", "if False else []", PARAMS),
     (
         "a token meets its own experts only",
-        "planner/model_shape",
+        "planner/block_layout",
         "return self.num_used * self",
         "return self.num * self",
         PARAMS,
     ),
     (
         "all experts are parameters",
-        "planner/model_shape",
+        "planner/block_layout",
         "return self.num * (self.in_features",
         "return self.num_used * (self.in_features",
         PARAMS,
     ),
-    ("biases are parameters", "planner/model_shape", "(self.in_features + self.has_bias)", "self.in_features", PARAMS),
+    ("biases are parameters", "planner/block_layout", "(self.in_features + self.has_bias)", "self.in_features", PARAMS),
     ("the router's gate is a matmul", "planner/model_shape", "        _gate(moe_args, dim),\n", "", PARAMS),
     (
         "keys and values have fewer heads",

@@ -318,7 +318,7 @@ CHOICE = [
     (
         "several forwards alive reckon with both ways",
         "link_limit",
-        "both_ways=self._engine.max_tapes > 1",
+        "both_ways=self._engine.tapes.max_alive > 1",
         "both_ways=False",
         f"{E}microbatches_alive_at_once_reckon_with_both_ways",
     ),

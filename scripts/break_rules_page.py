@@ -231,8 +231,8 @@ STEPS = [
     (
         "other rows overlap",
         FORMULAS,
-        'if (variant !== this.planned) this.offload = { ...this.offload, mode: "block_inputs" };',
-        "",
+        '      this.offload = { ...this.offload, mode: this.movesAll ? "all" : "block_inputs", limit };\n',
+        "      this.offload = { ...this.offload, limit };\n",
         f"{SAME}[nothing moves]",
     ),
     (

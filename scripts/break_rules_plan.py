@@ -87,8 +87,8 @@ COSTS = [
     (
         "all activations are 17 inputs",
         "planner/costs",
-        "(ALL_OVER_INPUT * size,), (), 0, 0)",
-        "(16 * size,), (), 0, 0)",
+        "return (ALL_OVER_INPUT * input_bytes(model, job),)",
+        "return (16 * input_bytes(model, job),)",
         f"{T}all_activations_of_the_reference",
     ),
     (
@@ -307,8 +307,8 @@ STEPS = [
     (
         "rows of offload are told without it, too",
         "planner/planning",
-        'offload = replace(self.offload, mode="block_inputs", schedule="overlap")',
-        'offload = replace(self.offload, schedule="overlap")',
+        'offload = replace(self.offload, mode=mode, limit=limit, schedule="overlap")',
+        'offload = replace(self.offload, limit=limit, schedule="overlap")',
         f"{T}the_row_that_was_asked_about_has_its_own_settings",
     ),
 ]

@@ -16,11 +16,10 @@ WITHOUT_LOCK = f"{M}without_a_lock_memory_is_pinned_all_the_same"
 
 RESERVED = [
     (
-        "a reserved slab is cut into slots",
+        "a slab is cut into slots",
         "pool",
-        "        if is_reserved:\n            self._cut(slab)\n        else:\n"
-        "            self._put(Extent(slab, 0, num_bytes))\n",
-        "        self._put(Extent(slab, 0, num_bytes))\n",
+        "        self._slabs.append(slab)\n        self._cut(slab)\n",
+        "        self._slabs.append(slab)\n        self._put(Extent(slab, 0, num_bytes))\n",
         ANY_ORDER,
     ),
     (
@@ -67,31 +66,32 @@ RESERVED = [
         f"{P}reserve_makes_only_what_is_missing",
     ),
     (
-        "a reserved slab gets its slots back once it is wholly free",
+        "a slab gets its slots back once it is wholly free",
         "pool",
         "        if extent.slab.is_recut and extent.slab.num_used == 0:\n            self._cut(extent.slab)\n",
         "",
         OTHER_SHAPES,
+        f"{P}smaller_shapes_in_between_make_no_slab",
     ),
     (
         "a slab of which a slot was split is cut anew",
         "pool",
-        "            extent.slab.is_recut = extent.slab.slot_bytes > 0\n            self._put(",
-        "            self._put(",
+        "            extent.slab.is_recut = True\n            rest = ",
+        "            rest = ",
         OTHER_SHAPES,
     ),
     (
         "a slab that was joined is cut anew",
         "pool",
-        "        slab.is_recut = slab.slot_bytes > 0\n        return True\n",
+        "        slab.is_recut = True\n        return True\n",
         "        return True\n",
         f"{P}a_reserved_slab_that_was_one_slot_is_cut_anew",
     ),
     (
         "slots that are cut anew carry the events of what was there",
         "pool",
-        "            self._put(Extent(slab, start, slab.slot_bytes, events))\n",
-        "            self._put(Extent(slab, start, slab.slot_bytes))\n",
+        "extents = [Extent(slab, start, size, events) for start",
+        "extents = [Extent(slab, start, size) for start",
         f"{P}slots_of_a_slab_that_was_cut_otherwise_carry_the_events_of_what_was_there",
     ),
     (

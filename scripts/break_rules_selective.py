@@ -288,16 +288,16 @@ ENGINE = [
     ),
     (
         "forward knows its region",
-        "apply",
-        "                stack.enter_context(self._saves.in_region(region))\n",
-        "                pass\n",
+        "module_hooks",
+        "self._saves.in_region(region),",
+        "self._saves.in_region(None),",
         f"{S}device_holds_nothing_beyond_keep_last_and_stash[1]",
     ),
     (
         "saved outputs move, inputs of the block or not",
         "engine",
-        "return self._take(region, tensor, is_input=False)",
-        "return self._take(region, tensor, is_input=True)",
+        "return self.pack(region, tensor, is_ours=True)",
+        "return self.pack(region, tensor, is_ours=False)",
         f"{S}device_holds_nothing_beyond_keep_last_and_stash[1]",
     ),
     (
@@ -338,7 +338,7 @@ ENGINE = [
     (
         "a recompute is the start of backward",
         "engine",
-        "            self._start_backward(region.tape)\n            self._reload_late(region)\n",
+        "            self._reach(region)\n            self._reload_late(region)\n",
         "            self._reload_late(region)\n",
         f"{S}reloads_start_when_recompute_starts_where_no_input_is_moved",
     ),
@@ -359,23 +359,22 @@ ENGINE = [
     (
         "a reload that was announced the next time is none",
         "engine",
-        "        payload.is_late = False\n",
-        "",
+        "payload.stream, payload.reload, payload.is_late = compute, reload, False",
+        "payload.stream, payload.reload = compute, reload",
         f"{S}a_reload_is_late_only_where_nothing_announced_it",
     ),
     (
         "what is alive is not reloaded when its region is reached",
         "engine",
-        "        for payload in _alive(region.payloads):\n"
-        "            if payload.state is State.ON_HOST and payload.alive_storage() is None:\n",
-        "        for payload in _alive(region.payloads):\n            if payload.state is State.ON_HOST:\n",
+        "return payload.state is State.ON_HOST and payload.alive_storage() is None",
+        "return payload.state is State.ON_HOST",
         f"{S}what_is_alive_is_not_reloaded_when_its_region_is_reached",
     ),
     (
         "schedule sync: nothing is reloaded before it is asked for",
         "engine",
-        "        if self._is_sync:\n            return\n        for payload in _alive(region.payloads):\n",
-        "        for payload in _alive(region.payloads):\n",
+        "        if self._is_sync:\n            return\n        for ref, place in region.payloads.items():\n",
+        "        for ref, place in region.payloads.items():\n",
         f"{S}schedule_sync_reloads_when_asked",
     ),
 ]
@@ -885,7 +884,7 @@ REGISTRY = [
     (
         "registered saves ask for no blocks",
         "apply",
-        "find_blocks(model, blocks) if is_asked else _matching_blocks(model, blocks)",
+        "find_blocks(model, blocks) if is_asked else matching_blocks(model, blocks)",
         "find_blocks(model, blocks)",
         f"{S}nothing_to_do_is_no_error_whatever_the_model",
     ),
@@ -899,8 +898,8 @@ REGISTRY = [
     (
         "blocks have no region where nothing moves",
         "apply",
-        "_BlockForward(block, self.engine, saves, part, index) if moves else None",
-        "_BlockForward(block, self.engine, saves, part, index)",
+        "BlockForward(block, self.engine, saves.get(fqn), part, index) if moves else None",
+        "BlockForward(block, self.engine, saves.get(fqn), part, index)",
         f"{S}keep_last_is_of_no_concern_where_nothing_moves",
     ),
     (
@@ -964,7 +963,7 @@ SCOPES = [
     ),
     (
         "remove takes the hooks of modules away",
-        "apply",
+        "module_hooks",
         "            self.saves.unfollow_modules()\n",
         "            pass\n",
         REMOVE,
@@ -978,7 +977,7 @@ SCOPES = [
     ),
     (
         "remove gives the checkpoint back as it was",
-        "apply",
+        "module_hooks",
         "        self.wrapper.checkpoint_fn = self.checkpoint_fn\n",
         "",
         REMOVE,
@@ -1101,7 +1100,7 @@ JOINED = [
     (
         "compiled: what cannot be is refused",
         "apply",
-        "        if isinstance(block, OptimizedModule) and self.selective is not None:\n",
+        "        if is_compiled(block) and self.selective is not None:\n",
         "        if False:\n",
         f"{S}what_compiled_blocks_cannot_do",
     ),
@@ -1121,15 +1120,15 @@ JOINED = [
     ),
     (
         "compiled: torch's own contexts",
-        "apply",
-        "context_fn = saves.compiled_context_fn() if is_compiled else saves.context_fn",
+        "module_hooks",
+        "context_fn = saves.compiled_context_fn() if compiled else saves.context_fn",
         "context_fn = saves.context_fn",
         f"{S}compiled_blocks[offload0-options3-aten::mm-24]",
     ),
     (
         "compiled: no hooks on modules",
-        "apply",
-        "    if saves is not None and not is_compiled:\n",
+        "module_hooks",
+        "    if saves is not None and not compiled:\n",
         "    if saves is not None:\n",
         f"{S}compiled_blocks[offload0-options0-aten::mm-6]",
     ),

@@ -1,0 +1,207 @@
+"""The rules of mode "all", for `break_rules`."""
+
+A = "test_mode_all::test_"
+COUNTS = f"{A}nothing_is_recomputed_and_all_that_is_saved_moves_once"
+STATE = f"{A}parameters_buffers_and_their_views_never_move"
+
+WHAT_MOVES = [
+    (
+        "all that a block saves moves where nothing is recomputed",
+        "engine",
+        "return lambda tensor: storage_id(tensor) not in state",
+        "return lambda tensor: False",
+        COUNTS,
+    ),
+    (
+        "parameters and buffers stay",
+        "engine",
+        "return lambda tensor: storage_id(tensor) not in state",
+        "return lambda tensor: True",
+        STATE,
+    ),
+    (
+        "so do those of a block, not only those outside",
+        "module_hooks",
+        "{index: outside + _slots_of(modules) for",
+        "{index: outside for",
+        STATE,
+    ),
+    (
+        "and those outside the blocks, inside one",
+        "module_hooks",
+        "{index: outside + _slots_of(modules) for",
+        "{index: _slots_of(modules) for",
+        STATE,
+    ),
+    (
+        "parameters are looked up at each tensor, not once a forward",
+        "module_hooks",
+        "if len(tensors) != len(self._tensors) or any(map(operator.is_not, tensors, self._tensors)):",
+        "if len(tensors) != len(self._tensors):",
+        f"{A}a_parameter_that_is_gathered_while_the_block_runs_does_not_move",
+    ),
+    (
+        "what is saved outside the blocks moves",
+        "module_hooks",
+        "        with self.engine.around_blocks(self._part):\n            return forward(*args, **kwargs)",
+        "        return forward(*args, **kwargs)",
+        f"{A}with_checkpointing_block_inputs_move_and_what_is_saved_outside",
+    ),
+    (
+        "of a checkpointed block the input alone moves",
+        "engine",
+        "    if not region.is_checkpointed:\n        return lambda",
+        "    if True:\n        return lambda",
+        f"{A}with_checkpointing_block_inputs_move_and_what_is_saved_outside",
+        f"{A}blocks_with_and_without_checkpointing",
+        f"{A}saved_outputs_in_host_memory_beside_mode_all",
+        "test_engine::test_what_needs_no_gradient_stays",
+    ),
+    (
+        "each block is checkpointed or not",
+        "apply",
+        "is_checkpointed = [fqn in checkpointed for fqn in found]",
+        "is_checkpointed = [bool(checkpointed) for fqn in found]",
+        f"{A}blocks_with_and_without_checkpointing",
+    ),
+    (
+        "what comes after the last block stays",
+        "engine",
+        "        if region.index >= len(region.tape.part.fqns):\n            return Stay.HEAD\n",
+        "",
+        f"{A}what_comes_after_the_last_block_stays",
+    ),
+    (
+        "what comes after the last block is not the last block's",
+        "engine",
+        "                outside.append(self._open(tape.part, num_blocks))\n",
+        "                pass\n",
+        f"{A}what_comes_after_the_last_block_stays",
+    ),
+    (
+        "a view that travels alone is found again",
+        "engine",
+        "for key in (storage_id(local), view_id(local)))",
+        "for key in (storage_id(local),))",
+        f"{A}a_small_view_that_several_ops_save_moves_once",
+    ),
+    (
+        "a view that travels alone is not its storage",
+        "engine",
+        "region.tape.moved[view_id(local) if is_gathered else storage_id(local)]",
+        "region.tape.moved[storage_id(local)]",
+        f"{A}a_small_view_that_several_ops_save_moves_once",
+    ),
+    (
+        "layouts without a storage have no identity",
+        "saved_tensor",
+        "return storage_of(tensor)._cdata if local_elem(tensor).layout is torch.strided else None",
+        "return storage_of(tensor)._cdata",
+        f"{A}layouts_without_a_storage_stay",
+    ),
+    (
+        "what stays is counted once",
+        "engine",
+        "if reason is not Stay.NOT_OURS and storage_id(tensor) not in region.kept:",
+        "if reason is not Stay.NOT_OURS:",
+        f"{A}exhausted_pool_keeps_the_rest_and_counts_each_storage_once",
+    ),
+    (
+        "the forward of the model is given back",
+        "apply",
+        "self._installed.append(install(model, None, ModelForward(model, self.engine, part), None))",
+        "install(model, None, ModelForward(model, self.engine, part), None)",
+        f"{A}remove_and_deepcopy_leave_the_model_as_it_was",
+    ),
+]
+
+WHEN = [
+    (
+        "a reloaded tensor is kept for the other ops that saved it",
+        "engine",
+        "            self._share(storage, handle)\n",
+        "",
+        COUNTS,
+    ),
+    (
+        "it is not kept for ops of regions far away",
+        "engine",
+        "is_near = 0 < distance <= self.config.prefetch_lookahead or",
+        "is_near = 0 < distance or",
+        f"{A}a_tensor_that_a_far_block_saved_too_is_not_kept_for_it",
+    ),
+    (
+        "it is kept for the next region to come",
+        "engine",
+        "is_near = 0 < distance <= self.config.prefetch_lookahead or",
+        "is_near = False or",
+        f"{A}with_checkpointing_block_inputs_move_and_what_is_saved_outside",
+    ),
+    (
+        "an op that was asked lets go of it",
+        "engine",
+        "        used.storage = None\n",
+        "        pass\n",
+        f"{A}a_retained_graph_holds_nothing_on_the_device",
+    ),
+    (
+        "nor does it get it back from another one",
+        "engine",
+        "or (distance == 0 and is_first)",
+        "or distance == 0",
+        f"{A}a_retained_graph_holds_nothing_on_the_device",
+    ),
+    (
+        "the order within a block is learned",
+        "engine",
+        "region.used = tape.part.use_order[region.index] = {}",
+        "region.used = {}",
+        f"{A}order_within_a_block_is_learned_from_the_first_backward",
+    ),
+    (
+        "until then the newest goes first",
+        "tape",
+        "*(places if self.is_checkpointed else reversed(places))",
+        "*places",
+        f"{A}order_within_a_block_is_learned_from_the_first_backward",
+    ),
+    (
+        "reloads ahead are bounded in bytes",
+        "engine",
+        "if tape.bytes_ahead and tape.bytes_ahead + num_bytes > tape.max_bytes_ahead:",
+        "if False:",
+        f"{A}reloads_run_ahead_by_the_bytes_of_so_many_regions",
+    ),
+    (
+        "what was used makes room for more",
+        "engine",
+        "            region.tape.bytes_ahead -= payload.reload.numel()\n",
+        "",
+        COUNTS,
+        f"{A}reloads_run_ahead_by_the_bytes_of_so_many_regions",
+    ),
+    (
+        "what was used is not reloaded with what is late",
+        "engine",
+        "if payload is not None and place not in region.used and self._is_away(payload):",
+        "if payload is not None and self._is_away(payload):",
+        f"{A}what_was_used_is_not_reloaded_with_what_is_late",
+    ),
+    (
+        "the stash is bounded in regions",
+        "engine",
+        "while self._stash and self._stash[0].place < places[-limit:][0]:",
+        "while False:",
+        f"{A}stash_holds_as_many_blocks_as_may_be_in_flight",
+        f"{A}device_memory_does_not_grow_with_depth",
+    ),
+    (
+        "the block that runs counts among those in the stash",
+        "engine",
+        "places[-limit:][0]:",
+        "places[-limit - 1 :][0]:",
+        f"{A}stash_holds_as_many_blocks_as_may_be_in_flight",
+    ),
+]
+
+RULES = WHAT_MOVES + WHEN
