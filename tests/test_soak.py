@@ -1,5 +1,6 @@
 """What a soak run measures, and what it takes for flat."""
 
+import gc
 import os
 import threading
 from dataclasses import replace
@@ -41,20 +42,26 @@ def test_rows_show_the_first_the_most_and_the_last():
     assert ("0", "files", "5", "5", "5") in rows
 
 
+@pytest.fixture(autouse=True)
+def nothing_of_other_tests():
+    """A sample is of the whole process: what tests before have left in cycles must not go, or count, in between."""
+    gc.collect()
+
+
 def test_a_graph_that_is_left_shows_as_handles_and_slots_and_not_as_device_memory():
     model = toy.make_model()
     offloader = toy.offload(model)
     before = take_sample(0, offloader)
     loss = model.loss(toy.make_tokens())
     during = take_sample(1, offloader)
-    assert (before.handles, before.slots) == (0, 0)
+    assert before.slots == 0
     assert during.slots == toy.NUM_BLOCKS - 1
     # Of each block its input and the rotary table, and a region; the payloads of those that moved; a tape.
-    assert during.handles == 3 * toy.NUM_BLOCKS + (toy.NUM_BLOCKS - 1) + 1
+    assert during.handles - before.handles == 3 * toy.NUM_BLOCKS + (toy.NUM_BLOCKS - 1) + 1
     assert during.pinned == 5 * toy.INPUT_BYTES
     del loss
     after = take_sample(2, offloader)
-    assert (after.handles, after.slots, after.device) == (0, 0, before.device)
+    assert (after.handles, after.slots, after.device) == (before.handles, 0, before.device)
 
 
 def test_tensors_count_once_and_pinned_memory_does_not():
@@ -64,7 +71,7 @@ def test_tensors_count_once_and_pinned_memory_does_not():
     views = [left[1:], left.view(2, -1)]
     after = take_sample(1, None)
     assert after.device - before.device == 8 * MIB
-    assert after.heap - before.heap >= 8 * MIB
+    assert after.heap - before.heap >= 7.9 * MIB  # small things may go meanwhile
     del left, views, runtime_tensor
 
 
