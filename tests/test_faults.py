@@ -285,7 +285,7 @@ def test_interrupt_while_a_slot_is_taken_or_given_back(functions, stride, ignore
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("setting", "stride"), [("overlap", 1), ("all", 17)])
+@pytest.mark.parametrize(("setting", "stride"), [("overlap", 1), ("all", 29)])
 def test_interrupt_at_every_line(setting, stride, ignored):
     assert interrupt_lines(setting, 2, stride, ignored) > 15 * stride
 
