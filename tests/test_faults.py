@@ -466,6 +466,26 @@ def test_device_that_is_lost(point):
     assert n > 1
 
 
+def test_wait_for_the_stash_that_failed_frees_no_memory_under_a_copy():
+    """The runtime would raise in the next step. Guards: `_drop_oldest` takes nothing off the stash before its wait."""
+    run = Run("two ahead, one in the stash", link_gb_per_s=0.0002)  # 20 ms a copy
+    timed_wait, num_waits = run.runtime.timed_wait, itertools.count(1)
+
+    def fail_once(stream, event):
+        if next(num_waits) == 1:
+            raise device_error()
+        return timed_wait(stream, event)
+
+    run.runtime.timed_wait = fail_once
+    with pytest.raises(RuntimeError, match="CUDA error") as error:
+        step(run.model)
+    let_go(error.value)
+    del error
+    assert next(num_waits) == 2
+    run.train()
+    run.assert_nothing_left()
+
+
 def test_release_that_failed_is_done_by_the_next_call():
     """The graph is dropped where nobody can be raised to. Guards: `_release_all` takes nothing off its list before what
     may fail is done."""
