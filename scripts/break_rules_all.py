@@ -126,15 +126,15 @@ WHEN = [
     (
         "it is not kept for ops of regions far away",
         "engine",
-        "is_near = 0 < distance <= self.config.prefetch_lookahead or",
-        "is_near = 0 < distance or",
+        "range(position - self.config.prefetch_lookahead, position",
+        "range(0, position",
         f"{A}a_tensor_that_a_far_block_saved_too_is_not_kept_for_it",
     ),
     (
         "it is kept for the next region to come",
         "engine",
-        "is_near = 0 < distance <= self.config.prefetch_lookahead or",
-        "is_near = False or",
+        "range(position - self.config.prefetch_lookahead, position",
+        "range(position, position",
         f"{A}with_checkpointing_block_inputs_move_and_what_is_saved_outside",
     ),
     (
@@ -147,8 +147,8 @@ WHEN = [
     (
         "nor does it get it back from another one",
         "engine",
-        "or (distance == 0 and is_first)",
-        "or distance == 0",
+        "nearest = 0 if used.storage is None else 1",
+        "nearest = 0",
         f"{A}a_retained_graph_holds_nothing_on_the_device",
     ),
     (

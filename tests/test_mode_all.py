@@ -387,7 +387,7 @@ class Skip(toy.Block):
 
 
 def test_a_tensor_that_a_far_block_saved_too_is_not_kept_for_it():
-    """A skip connection: between the two its place on the device is free. Guards: the distance in `_share`."""
+    """A skip connection: between the two its place on the device is free. Guards: the range in `_share`."""
     expected, model = make_pair(block=Skip)
     offloader = never_arrives(offload_all(model, max_inflight_offloads=1))
     log = log_order(offloader)

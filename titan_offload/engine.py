@@ -205,7 +205,7 @@ class OffloadEngine:
         view = View(local.dtype, local.size(), local.stride(), local.storage_offset(), payload.is_gathered)
         place = region.payloads.setdefault(weakref.ref(payload), len(region.payloads))
         handle = Handle(region, payload=payload, view=view, rebuild=rebuilder(tensor), place=place)
-        payload.handles.append(weakref.ref(handle))
+        payload.handles.setdefault(region.position, []).append(weakref.ref(handle))
         return handle
 
     def _keep(self, region: Region, tensor: torch.Tensor, reason: Stay) -> Handle:
@@ -244,7 +244,7 @@ class OffloadEngine:
         # A view of a small part of its storage travels alone; otherwise the storage travels and views are rebuilt.
         is_gathered = 2 * local.nbytes < local.untyped_storage().nbytes()
         payload = Payload(region, local, version_of(tensor), is_gathered, self._release)
-        source = flat_bytes(gather(local) if payload.is_gathered else local)
+        source = flat_bytes(gather(local) if is_gathered else local)
         payload.slot = self.pool.allocate(source.numel())
         if payload.slot is None:
             return None
@@ -402,13 +402,13 @@ class OffloadEngine:
     def _share(self, storage: torch.UntypedStorage, used: Handle) -> None:
         """Other ops saved what one has just asked for: those of its region, and those of the regions that are reloaded
         ahead, keep it until they are asked, or die. For others it must not stay on the device for so long."""
-        is_first = used.storage is None  # of its region: the others were not asked yet
+        nearest = 0 if used.storage is None else 1  # of its own region another one was asked before, and has shared
         used.storage = None
-        for handle in living(used.payload.handles):
-            distance = used.region.position - handle.region.position
-            is_near = 0 < distance <= self.config.prefetch_lookahead or (distance == 0 and is_first)
-            if is_near and handle is not used and handle.region.tape is used.region.tape:
-                handle.storage = storage
+        position = used.region.position
+        for near in range(position - self.config.prefetch_lookahead, position - nearest + 1):
+            for handle in living(used.payload.handles.get(near, ())):
+                if handle is not used:
+                    handle.storage = storage
 
     def _reload_late(self, region: Region) -> None:
         """Starts all reloads of a region that backward has reached already, ahead of those of the next regions."""

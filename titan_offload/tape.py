@@ -153,7 +153,7 @@ class Payload:
         self.release = release
         self.origin = weakref.ref(origin.untyped_storage())
         self.is_gathered = is_gathered
-        self.handles: list[weakref.ref[Handle]] = []
+        self.handles: dict[int, list[weakref.ref[Handle]]] = {}  # by the position of their region
         self.state = State.ON_DEVICE
         self.event: Event = None  # last copy of the slot, in or out
         self.stream: Stream = None  # the compute stream in whose order its device memory is freed
