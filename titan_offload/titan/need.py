@@ -111,10 +111,11 @@ class NeedOfJob:
         """
         config = offloader.engine.config
         moving = [fqns[: max(0, len(fqns) - config.keep_last)] for fqns in offloader.part_fqns]
+        saving_all = offloader.fqns_saving_all
         sizes: list[Counter[tuple[str, int]]] = []  # per part: what is moved of one forward pass, by size
         for part, fqns in zip(parts, moving, strict=True):
             sizes.append(Counter())
-            checkpointed = [fqn for fqn in fqns if fqn not in offloader.fqns_saving_all]
+            checkpointed = [fqn for fqn in fqns if fqn not in saving_all]
             if config.mode == "block_inputs" or (config.mode == "all" and checkpointed):
                 sizes[-1]["input", self.block_input_bytes] = len(checkpointed)
             if config.mode == "all":
