@@ -14,12 +14,11 @@ Exit code: 0; 1 if a gradient differs in a single bit, or if a step did not move
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from bench_overlap import run_rounds
+from bench_overlap import run_rounds, timed_step
 from bench_paced import DIM, INPUT_BYTES, ROWS, Block, make_input
 from bench_report import print_json, print_table
 from torch import nn
@@ -61,14 +60,10 @@ class Variant:
 
     def run(self, x: torch.Tensor) -> list[torch.Tensor]:
         """One step. Returns the gradients: of the input, then of each op's weight."""
-        self.model.zero_grad()
-        x.grad = None
-        start = time.perf_counter()
-        self.model(x).sum().backward()
-        self.step_s.append(time.perf_counter() - start)
+        grads = timed_step(self.model, x, self.step_s)
         if self.offloader is not None:
             self.stats = self.offloader.step_end()
-        return [x.grad, *(weight.grad.clone() for weight in self.model.parameters())]
+        return grads
 
     def forget_steps(self) -> None:
         self.step_s.clear()

@@ -45,6 +45,7 @@ import bench_share
 import torch
 from bench_paced import DIM, INPUT_BYTES, ROWS, Stack, make_input
 from bench_report import garbage_collector_off, print_json, print_table
+from torch import nn
 
 from titan_offload import HostRuntime, OffloadConfig, Offloader, OffloadStats, apply_offload
 from titan_offload.config import SCHEDULES
@@ -72,14 +73,10 @@ class Variant:
 
     def run(self, x: torch.Tensor) -> list[torch.Tensor]:
         """One step. Returns the gradients: of the input, then of each block's weight."""
-        self.model.zero_grad()
-        x.grad = None
-        start = time.perf_counter()
-        self.model(x).sum().backward()
-        self.step_s.append(time.perf_counter() - start)
+        grads = timed_step(self.model, x, self.step_s)
         if self.offloader is not None:
             self.stats.append(self.offloader.step_end())
-        return [x.grad, *(weight.grad.clone() for weight in self.model.parameters())]
+        return grads
 
     def forget_steps(self) -> None:
         self.step_s.clear()
@@ -131,6 +128,16 @@ class TakesTurns(Protocol):
 
     def find_problems(self, grads: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[str]:
         """What is wrong with the step that was run last, and with its gradients."""
+
+
+def timed_step(model: nn.Module, x: torch.Tensor, step_s: list[float]) -> list[torch.Tensor]:
+    """One step; its seconds are added to ``step_s``. Returns the gradients: of the input, then of each weight."""
+    model.zero_grad()
+    x.grad = None
+    start = time.perf_counter()
+    model(x).sum().backward()
+    step_s.append(time.perf_counter() - start)
+    return [x.grad, *(weight.grad.clone() for weight in model.parameters())]
 
 
 def run_rounds(variants: Sequence[TakesTurns], x: torch.Tensor, rounds: int, warm_up: int = 1) -> list[str]:
