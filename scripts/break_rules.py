@@ -19,6 +19,7 @@ from pathlib import Path
 
 import break_rules_all
 import break_rules_budget
+import break_rules_cast
 import break_rules_cli
 import break_rules_compile
 import break_rules_faults
@@ -836,6 +837,7 @@ OTHERS = [
         "compile": break_rules_compile.RULES,
         "faults": break_rules_faults.RULES,
         "matrix": break_rules_matrix.RULES,
+        "cast": break_rules_cast.RULES,
         "paths": break_rules_paths.RULES,
         "saves": break_rules_selective.RULES,
         "pinned": break_rules_pool.RULES,

@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "link": {"config", "runtime"},
     "saved_tensor": {"config"},
     "stats": {"config", "runtime", "pool"},
-    "tape": {"config", "runtime", "pool", "saved_tensor"},
+    "cast_inputs": {"saved_tensor"},
+    "tape": {"config", "runtime", "pool", "saved_tensor", "cast_inputs"},
     "forward_watch": {"runtime"},
     "engine": {"config", "runtime", "pool", "saved_tensor", "stats", "tape", "tape_order", "forward_watch"},
     "tape_order": {"tape"},
@@ -41,7 +42,7 @@ MAY_IMPORT = {
         *("save_registry", "save_policy", "saved_output", "rule_log", "routing"),
     },
     "blocks": set(),
-    "module_hooks": {"blocks", "engine", "saved_tensor", "selective", "tape"},
+    "module_hooks": {"blocks", "cast_inputs", "engine", "saved_tensor", "selective", "tape"},
     "apply": {
         *("config", "runtime", "host_runtime", "pool", "stats", "tape", "blocks", "module_hooks"),
         *("engine", "save_registry", "save_policy", "selective", "link", "planner", "share", "link_limit"),

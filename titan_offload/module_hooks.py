@@ -19,12 +19,17 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from titan_offload.blocks import is_compiled, modules_of, unwrapped
+from titan_offload.cast_inputs import Given, casts_inputs, look
 from titan_offload.engine import OffloadEngine
 from titan_offload.saved_tensor import storage_id
 from titan_offload.selective import BlockSaves
 from titan_offload.tape import STEM, ModelPart
+
+NUM_PRE_HOOKS = 2
+"""On a block whose inputs FSDP2 casts and nothing else changes: FSDP2's, and the one that looks at them before."""
 
 
 def entry_of(module: nn.Module) -> str:
@@ -79,14 +84,25 @@ class BlockForward(HookedForward):
         super().__init__(block, engine, part)
         self._saves = saves
         self._index = index
+        self._given: Sequence[Given | None] = ()
+
+    def look_at_inputs(self, block: nn.Module, args: tuple) -> None:
+        """A forward pre-hook, before FSDP2's: notes what is about to be cast."""
+        # What other hooks make of an input may be anything.
+        has_others = len(block._forward_pre_hooks) > NUM_PRE_HOOKS
+        self._given = () if has_others else look(args)
 
     def _offloaded(self, forward: Callable, args: tuple, kwargs: dict) -> object:
+        given, self._given = self._given, ()
+        num_given = len(args)
         args, kwargs = self._make_inputs_positional(self._module(), args, kwargs)
         # No ExitStack: an error on the way out of one would be in a cycle with its frame, and keep the graph.
         with (
             self.engine.region(self._part, self._index, args) as region,
             contextlib.nullcontext() if self._saves is None else self._saves.in_region(region),
         ):
+            if given and region is not None:
+                args = (*region.tape.casts.share(given, args[:num_given]), *args[num_given:])
             return forward(*args, **kwargs)
 
     def _make_inputs_positional(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -120,8 +136,11 @@ class Installed:
     wrapper: CheckpointWrapper | None
     checkpoint_fn: Callable | None
     saves: BlockSaves | None
+    pre_hook: RemovableHandle | None = None
 
     def undo(self) -> None:
+        if self.pre_hook is not None:
+            self.pre_hook.remove()
         self.module.__dict__.pop(self.entry, None)
         if self.own_forward is not None:
             self.module.__dict__[self.entry] = self.own_forward
@@ -140,6 +159,8 @@ def install(
     if forward is not None:
         module.__dict__[entry] = forward
     compiled = is_compiled(module)
+    if isinstance(forward, BlockForward) and wrapper is not None and not compiled and casts_inputs(module):
+        installed.pre_hook = module.register_forward_pre_hook(forward.look_at_inputs, prepend=True)
     if saves is not None:
         context_fn = saves.compiled_context_fn() if compiled else saves.context_fn
         wrapper.checkpoint_fn = functools.partial(wrapper.checkpoint_fn, context_fn=context_fn)

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import torch
 
+from titan_offload.cast_inputs import SharedCasts
 from titan_offload.pool import Slot
 from titan_offload.runtime import Event, Stream
 from titan_offload.saved_tensor import View
@@ -90,6 +91,7 @@ class Tape:
         self.reloading: list[weakref.ref[Payload]] = []  # what was in `to_reload` when the region was reached
         self.bytes_ahead = 0  # of reloads that have started and were not asked for yet
         self.max_bytes_ahead = math.inf
+        self.casts = SharedCasts()
 
 
 class Region:
