@@ -251,9 +251,30 @@ MEMORY = [
     (
         "memory that is dropped is unregistered",
         "pinned_memory",
-        "    unregister.atexit = False",
-        "    unregister.detach()",
+        "    dropped.atexit = False",
+        "    dropped.detach()",
         f"{M}memory_that_is_dropped_is_unregistered_before_it_is_unmapped",
+    ),
+    (
+        "memory that is dropped waits for the device",
+        "pinned_memory",
+        "        torch.cuda.synchronize()\n",
+        "        pass\n",
+        f"{M}memory_that_is_dropped_is_unregistered_before_it_is_unmapped",
+    ),
+    (
+        "memory that is dropped is unregistered though the device is lost",
+        "pinned_memory",
+        "    finally:\n        _unregister(cudart, address)\n",
+        "    except ZeroDivisionError:\n        pass\n    _unregister(cudart, address)\n",
+        f"{M}memory_that_is_dropped_is_unregistered_though_the_device_is_lost",
+    ),
+    (
+        "memory is unregistered once",
+        "pinned_memory",
+        "lambda: dropped.detach() and _unregister(cudart, address)",
+        "lambda: _unregister(cudart, address)",
+        f"{M}memory_that_was_given_back_is_not_unregistered_again",
     ),
     (
         "the node is chosen before the touch",

@@ -72,6 +72,9 @@ class Driver:
         self.log.append(("unregister", self.registered.pop(pointer)))
         return 0
 
+    def synchronize(self) -> None:
+        self.log.append(("synchronize",))
+
     def launch(self, *args: object, **kwargs: object) -> None:
         """A kernel launch of torch raises whatever error the thread has left, and takes it away."""
         self.log.append(("launch",))
@@ -89,6 +92,7 @@ def driver(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "check_error", driver.check_error)
+    monkeypatch.setattr(torch.cuda, "synchronize", driver.synchronize)
     monkeypatch.setattr(torch, "ones", driver.launch)
     monkeypatch.setattr(pinned_memory.tempfile, "gettempdir", lambda: str(tmp_path))
     return driver
@@ -124,7 +128,8 @@ def test_slab_is_mapped_bound_touched_registered_and_unregistered(driver):
 
 
 def test_memory_that_is_dropped_is_unregistered_before_it_is_unmapped(driver):
-    """F95: else whatever is mapped there later is "already registered". Guards: the finalizer."""
+    """F95: else whatever is mapped there later is "already registered". A copy on it may be under way still. Guards: the
+    finalizer, and its wait."""
     buffer = AcceleratorRuntime().allocate_pinned(MIB)
     address = buffer.data_ptr()
     unregister = driver.cudaHostUnregister
@@ -137,8 +142,28 @@ def test_memory_that_is_dropped_is_unregistered_before_it_is_unmapped(driver):
     assert driver.registered == {address: MIB}
     assert int(view.sum()) == 0
     del view
-    assert driver.log[1:] == [False, ("unregister", MIB)]
+    assert driver.log[1:] == [("synchronize",), False, ("unregister", MIB)]
     assert pages_of(address, MIB) is None
+
+
+def test_memory_that_is_dropped_is_unregistered_though_the_device_is_lost(driver, monkeypatch):
+    def fail() -> None:
+        raise RuntimeError("device lost")
+
+    told = []
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: told.append(str(args.exc_value)))
+    AcceleratorRuntime().allocate_pinned(MIB)
+    assert driver.registered == {}
+    assert told == ["device lost"]
+
+
+def test_memory_that_was_given_back_is_not_unregistered_again(driver):
+    buffer, unregister = pinned_memory.map_and_register(MIB, lambda address, size: None)
+    unregister()
+    unregister()
+    del buffer
+    assert driver.log == [("register", MIB, PORTABLE), ("unregister", MIB)]
 
 
 def test_runtime_registers_and_unregisters(driver):
@@ -488,7 +513,7 @@ def test_without_a_lock_memory_is_pinned_all_the_same(driver, monkeypatch, tmp_p
             monkeypatch.setattr(pinned_memory.fcntl, "flock", refuse(OSError(errno.ENOLCK, "No locks available")))
     num_files = len(os.listdir("/proc/self/fd"))
     assert AcceleratorRuntime().allocate_pinned(4096).numel() == 4096
-    assert driver.log == [("register", 4096, PORTABLE), ("unregister", 4096)]
+    assert driver.log == [("register", 4096, PORTABLE), ("synchronize",), ("unregister", 4096)]
     assert len(os.listdir("/proc/self/fd")) == num_files
 
 

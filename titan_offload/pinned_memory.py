@@ -64,7 +64,8 @@ def map_and_register(num_bytes: int, bind: Callable[[int, int], None]) -> tuple[
     """Page-locked memory (uint8, one dimension, zeros), and what ends its page lock.
 
     The lock ends by itself with the memory's last reference: a driver that still holds unmapped pages refuses whatever
-    is mapped at their address later (https://github.com/MoonshotAI/checkpoint-engine/issues/67).
+    is mapped at their address later (https://github.com/MoonshotAI/checkpoint-engine/issues/67). Nobody knows then
+    which copies are under way, so the device is waited for. Whoever ends the lock knows that there are none.
 
     Args:
         num_bytes: its size.
@@ -90,9 +91,10 @@ def map_and_register(num_bytes: int, bind: Callable[[int, int], None]) -> tuple[
         del buffer
         pages.close()
         raise
-    unregister = weakref.finalize(buffer.untyped_storage(), _unregister, torch.cuda.cudart(), buffer.data_ptr())
-    unregister.atexit = False  # the driver is gone by then, or ends it all at once
-    return buffer, unregister
+    cudart, address = torch.cuda.cudart(), buffer.data_ptr()
+    dropped = weakref.finalize(buffer.untyped_storage(), _unregister_dropped, cudart, address)
+    dropped.atexit = False  # the driver is gone by then, or ends it all at once
+    return buffer, lambda: dropped.detach() and _unregister(cudart, address)
 
 
 def _register(buffer: torch.Tensor) -> None:
@@ -102,6 +104,13 @@ def _register(buffer: torch.Tensor) -> None:
 
 def _unregister(cudart: Any, address: int) -> None:
     _check(cudart, cudart.cudaHostUnregister(address))
+
+
+def _unregister_dropped(cudart: Any, address: int) -> None:
+    try:
+        torch.cuda.synchronize()
+    finally:
+        _unregister(cudart, address)
 
 
 def _check(cudart: Any, error: int) -> None:
