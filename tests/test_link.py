@@ -195,7 +195,7 @@ def test_pinned_memory_goes_back_when_the_measurement_fails():
 
 
 def test_compute_is_drained_first(monkeypatch):
-    """What the compute stream still does must not count as time on the link. Guards: the first wait of `_Port`."""
+    """What the compute stream still does must not count as time on the link. Guards: the first wait of `Port`."""
     runtime = HostRuntime(link_gb_per_s=1.0)
     log = []
     record, synchronize, copy = runtime.record_event, runtime.synchronize, runtime.copy

@@ -24,7 +24,7 @@ from titan_offload.runtime import Event, Runtime, Stream
 MAX_COPY_BYTES, MIN_COPY_BYTES = 32 * MIB, MIB // 16
 SETUP_FRACTION = 0.25  # of the time asked for: pinned memory, barriers, and copies that end after their box
 FILL_FRACTION = 0.75  # of a box, after which no more copies are queued
-DEPTH = 2  # copies in flight per direction
+DEPTH = 2  # copies in flight per direction: enough where one takes longer than POLL_S
 POLL_S = 1e-4
 
 Barrier = Callable[[], object]
@@ -93,7 +93,7 @@ def measure_link(
     # Shared copies take up to num_turns times as long.
     copy_bytes = _probe(runtime, device) * box_s / (4 * num_turns + 4)
     copy_bytes = int(min(max(copy_bytes, MIN_COPY_BYTES), MAX_COPY_BYTES)) // 512 * 512
-    port = _Port(runtime, device, copy_bytes)
+    port = Port(runtime, device, copy_bytes)
     try:
         barrier()
         for turn in range(num_turns):
@@ -112,7 +112,7 @@ def _no_barrier() -> None:
 
 def _probe(runtime: Runtime, device: torch.device) -> float:
     """About how many bytes per second the link carries."""
-    port = _Port(runtime, device, MIN_COPY_BYTES)
+    port = Port(runtime, device, MIN_COPY_BYTES)
     try:
         rates = port.measure(("d2h",), 0.0)
     finally:
@@ -131,20 +131,30 @@ class _Row:
     ends: list[Event] = field(default_factory=list)
     in_flight: deque[Event] = field(default_factory=deque)
 
-    def fill(self, runtime: Runtime) -> None:
+    def fill(self, runtime: Runtime, depth: int) -> None:
         while self.in_flight and runtime.query(self.in_flight[0]):
             self.in_flight.popleft()
-        while len(self.in_flight) < DEPTH:
+        while len(self.in_flight) < depth:
             runtime.copy(self.dst, self.src, self.stream)
             self.ends.append(runtime.record_timed_event(self.stream))
             self.in_flight.append(self.ends[-1])
 
 
-class _Port:
-    """Memory on both sides of a link, and the copies between."""
+class Port:
+    """Memory on both sides of a link, and the copies between. `close` gives it back.
 
-    def __init__(self, runtime: Runtime, device: torch.device, copy_bytes: int) -> None:
+    Args:
+        runtime, device: see `measure_link`.
+        copy_bytes: size of each copy, a multiple of 512.
+        depth: copies in flight per direction.
+
+    Raises:
+        RuntimeError: there is no pinned host memory for it.
+    """
+
+    def __init__(self, runtime: Runtime, device: torch.device, copy_bytes: int, depth: int = DEPTH) -> None:
         self._runtime = runtime
+        self._depth = depth
         self._copy_bytes = copy_bytes
         on_device = [runtime.empty(copy_bytes, device) for _ in range(2)]
         self._pinned = runtime.allocate_pinned(2 * copy_bytes)  # last: what fails before it has nothing to give back
@@ -167,13 +177,13 @@ class _Port:
         return PortRates(one_way["d2h"], one_way["h2d"], rates[2]["d2h"], rates[2]["h2d"])
 
     def measure(self, directions: tuple[str, ...], box_s: float) -> dict[str, float]:
-        """GB/s of each of ``directions``, all of them busy at once."""
+        """GB/s of each of ``directions`` (``"d2h"``, ``"h2d"``), all of them busy at once, in ``box_s`` seconds."""
         end = time.perf_counter() + FILL_FRACTION * box_s
         rows = [_Row(direction, self._streams[direction], *self._ends[direction]) for direction in directions]
         start = self._runtime.record_timed_event(rows[0].stream)
         while True:
             for row in rows:
-                row.fill(self._runtime)
+                row.fill(self._runtime, self._depth)
             if time.perf_counter() >= end:
                 break
             time.sleep(POLL_S)
@@ -189,4 +199,5 @@ class _Port:
         return self._copy_bytes * len(rest) / max(rest[-1] - first, 1e-6) / 1e6
 
     def close(self) -> None:
+        """Gives the pinned memory back."""
         self._runtime.free_pinned(self._pinned)

@@ -286,7 +286,7 @@ def _record(
         "measured": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "hostname": socket.gethostname(),
         "torch": torch.__version__,
-        "driver": _driver_version(),
+        "driver": driver_version(),
         "seconds": seconds,
         "devices": records,
     }
@@ -297,7 +297,7 @@ def write_record(record: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _driver_version() -> str | None:
+def driver_version() -> str | None:
     """Of NVIDIA's driver; None: there is none, or it does not say."""
     try:
         import pynvml
