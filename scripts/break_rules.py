@@ -23,6 +23,7 @@ import break_rules_cast
 import break_rules_cli
 import break_rules_compile
 import break_rules_faults
+import break_rules_gpu
 import break_rules_launch
 import break_rules_link
 import break_rules_matrix
@@ -838,6 +839,7 @@ OTHERS = [
         "faults": break_rules_faults.RULES,
         "matrix": break_rules_matrix.RULES,
         "cast": break_rules_cast.RULES,
+        "gpu": break_rules_gpu.RULES,
         "paths": break_rules_paths.RULES,
         "saves": break_rules_selective.RULES,
         "pinned": break_rules_pool.RULES,

@@ -128,8 +128,8 @@ def test_slab_is_mapped_bound_touched_registered_and_unregistered(driver):
 
 
 def test_memory_that_is_dropped_is_unregistered_before_it_is_unmapped(driver):
-    """F95: else whatever is mapped there later is "already registered". A copy on it may be under way still. Guards: the
-    finalizer, and its wait."""
+    """F95: else whatever is mapped there later is "already registered". A copy on it may still be under way. Guards:
+    the finalizer, and its wait."""
     buffer = AcceleratorRuntime().allocate_pinned(MIB)
     address = buffer.data_ptr()
     unregister = driver.cudaHostUnregister

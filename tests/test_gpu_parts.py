@@ -1,0 +1,411 @@
+"""The parts of gpu_check on a CPU: what they compare, measure and leave out, one by one."""
+
+import contextlib
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_parts import memory, right, sanitizer, step_time, timeline
+from gpu_parts.copy_log import CopyLog
+from gpu_parts.device import CudaDevice, EmulatedDevice, find_device
+from gpu_parts.part import TimeBox
+from gpu_parts.step_time import WAYS
+from gpu_parts.ways import Running, make_tokens, model_args, running, ways_of
+
+from titan_offload import HostRuntime, OffloadStats
+from titan_offload.config import GIB, MIB
+from titan_offload.host_runtime import HostLink
+from titan_offload.link import PortRates
+from titan_offload.planner.plan import VARIANTS
+
+DEVICE = EmulatedDevice()
+PLACE = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def mesh(titan_on_cpu):
+    with DEVICE.mesh() as mesh:
+        yield mesh
+    assert not dist.is_initialized()
+
+
+def run_steps(runs: Running, num: int = 3) -> dict[str, torch.Tensor]:
+    """Gradients of the last of some steps."""
+    args = runs.model.model_args
+    for seed in range(num):
+        runs.backward(make_tokens(DEVICE, args, 48, seed))
+        gradients = {name: gradient.clone() for name, gradient in runs.gradients()}
+        runs.step_end()
+    return gradients
+
+
+# Device
+
+
+def test_without_a_device_it_must_be_emulated(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--emulate"):
+        find_device(False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert isinstance(find_device(False), CudaDevice)
+    assert find_device(True).is_emulated
+
+
+def test_emulated_peak_is_what_is_allocated_at_once():
+    before = torch.ones(16 * MIB, dtype=torch.uint8)
+    with DEVICE.peak() as peak:
+        for _ in range(3):
+            first, second = (torch.ones(4 * MIB, dtype=torch.uint8) for _ in range(2))
+            del first, second
+        left = torch.ones(MIB, dtype=torch.uint8)
+        del before
+    assert 8 * MIB <= peak.allocated < 8.1 * MIB
+    with DEVICE.peak() as peak:  # above what there was before, of the one before too
+        del left
+        torch.ones(3 * MIB, dtype=torch.uint8)
+    assert 2 * MIB <= peak.allocated < 2.1 * MIB
+
+
+def test_poison_takes_exactly_what_the_allocator_has_free(monkeypatch):
+    """Guards: blocks of other streams, which are not handed out next, and blocks in use."""
+
+    def segment(stream, *blocks):
+        return {"stream": stream, "blocks": [{"size": size, "state": state} for size, state in blocks]}
+
+    segments = [
+        segment(0, (512, "inactive"), (1024, "active_allocated"), (2048, "inactive")),
+        segment(9, (4096, "inactive")),
+        segment(0, (8192, "active_awaiting_free"), (256, "inactive")),
+    ]
+    made = []
+
+    def empty(size, **kwargs):
+        made.append(torch.zeros(size, dtype=torch.uint8))
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 0}))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        CudaDevice().poison()
+    assert [tensor.numel() for tensor in made] == [2048, 512, 256]
+    assert all((tensor == 0xFF).all() for tensor in made)
+
+
+# Ways
+
+
+def test_every_variant_of_a_plan_is_a_way(mesh):
+    assert {way.variant for way in ways_of(DEVICE).values()} - {None} == set(VARIANTS)
+
+
+def test_all_ways_give_the_gradients_of_ac_and_move_what_they_should(mesh):
+    args = model_args(DEVICE, "8B", 4, 48)
+    moved, expected = {}, {}
+    for name, way in ways_of(DEVICE).items():
+        with running(DEVICE, mesh, args, way) as runs:
+            gradients = run_steps(runs)
+            expected = expected or gradients
+            assert all(torch.equal(gradients[key], expected[key]) for key in expected), name
+            moved[name] = runs.stats.offloaded_bytes
+    one = 48 * args.dim * 2
+    assert {name: moved[name] for name in ("ac", "save_on_cpu", "no_ac")} == {"ac": 0, "save_on_cpu": 0, "no_ac": 0}
+    assert [moved[name] // one for name in ("sync", "overlap", "attention_on_device", "all_with_ac")] == [3] * 4
+    assert moved["attention_on_host"] == 6 * one + 3 * 48 * args.n_heads * 4 * (48 * args.n_heads * 4 >= 0.001 * MIB)
+    assert moved["all_without_ac"] > 20 * one
+
+
+def test_save_on_cpu_stands_around_each_checkpoint(mesh, monkeypatch):
+    """Guards: that the peer is really run."""
+    entered = []
+
+    @contextlib.contextmanager
+    def save_on_cpu(pin_memory):
+        entered.append(pin_memory)
+        yield
+
+    monkeypatch.setattr("gpu_parts.ways.save_on_cpu", save_on_cpu)
+    args = model_args(DEVICE, "8B", 4, 48)
+    with running(DEVICE, mesh, args, ways_of(DEVICE)["save_on_cpu"]) as runs:
+        runs.backward(make_tokens(DEVICE, args, 48))
+    assert entered == [True] * 4
+
+
+def test_what_ran_leaves_nothing(mesh):
+    with running(DEVICE, mesh, model_args(DEVICE, "8B", 4, 48), ways_of(DEVICE)["overlap"]) as runs:
+        run_steps(runs, 1)
+        pool = runs.offloader.engine.pool
+        assert pool.bytes_pinned > 0
+    assert pool.bytes_pinned == 0
+    assert runs.model is None
+
+
+# Right
+
+
+def test_bits_are_compared():
+    nan, zero = torch.tensor([float("nan")]), torch.zeros(1)
+    assert right.same_bits(nan, nan.clone())
+    assert not right.same_bits(zero, -zero)
+    assert right.same_bits(torch.arange(6.0).view(2, 3).T, torch.arange(6.0).view(2, 3).T.contiguous())
+
+
+def test_a_wrong_gradient_is_counted_and_named():
+    result = right.Result("plain", "overlap")
+    expected = {"a": torch.ones(2), "b": torch.ones(2)}
+    right.note(result, 0, expected, expected)
+    right.note(result, 1, {"a": torch.ones(2), "b": torch.zeros(2)}, expected)
+    right.note(result, 2, {"a": torch.zeros(2), "b": torch.zeros(2)}, expected)
+    assert (result.num_steps, result.num_gradients, result.num_different) == (3, 6, 3)
+    assert result.first_different == "step 1: b"
+
+
+@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
+def test_a_comparison_that_says_nothing_is_an_error(value):
+    right.check_sense({"a": torch.ones(2), "b": torch.zeros(2)})
+    with pytest.raises(AssertionError):
+        right.check_sense({"a": torch.full((2,), value)})
+
+
+@pytest.fixture
+def wrong_copies(monkeypatch):
+    """All copies of more than a few bytes are of other bytes."""
+    copy, sources = HostRuntime.copy, []
+
+    def wrong_copy(self, dst, src, stream):
+        sources.append(src.roll(4))
+        copy(self, dst, sources[-1], stream)
+
+    monkeypatch.setattr(HostRuntime, "copy", wrong_copy)
+
+
+@pytest.mark.parametrize("name", right.ROUNDS)
+def test_a_copy_that_goes_wrong_shows_in_every_round(mesh, monkeypatch, wrong_copies, name):
+    """Guards: the whole comparison. What does not offload is still right."""
+    monkeypatch.setattr(right, "sequence_lengths", lambda *args: [40, 33])
+    monkeypatch.setattr(right.Competitor, "start", lambda self: None)
+    rows = {row["way"]: row for row in right.compare(DEVICE, mesh, name)}
+    assert [rows[way]["num_different"] for way in (right.AGAIN, "no_ac")] == [0, 0]
+    for way in set(rows) - {right.AGAIN, "no_ac"}:
+        assert rows[way]["num_different"] > 0, way
+        assert rows[way]["first_different"].startswith("step 0: ")
+
+
+def test_sequence_lengths_differ_and_are_the_same_each_time():
+    lengths = right.sequence_lengths(20, 512, 4096)
+    assert lengths == right.sequence_lengths(20, 512, 4096)
+    assert len(set(lengths)) > 15
+    assert all(512 <= length <= 4096 for length in lengths)
+    assert any(length % 2 for length in lengths)
+
+
+def test_a_competitor_keeps_the_link_busy():
+    link = HostLink(0.05)
+    own, other = HostRuntime(link=link), HostRuntime(link=link)
+    pinned, memory_ = own.allocate_pinned(MIB), own.empty(MIB, PLACE)
+
+    def copy_s() -> float:
+        start = time.perf_counter()
+        stream = own.d2h_stream(PLACE)
+        own.wait_event(stream, own.record_event(own.compute_stream(PLACE)))
+        own.copy(pinned, memory_, stream)
+        own.synchronize(own.record_event(stream))
+        return time.perf_counter() - start
+
+    alone = min(copy_s() for _ in range(3))
+    competitor = right.Competitor(other, DEVICE)
+    for _ in range(5):
+        competitor.start()
+    beside = copy_s()
+    competitor.close()
+    assert beside > 1.5 * alone
+    assert min(copy_s() for _ in range(3)) < 1.3 * alone
+
+
+def test_the_tests_of_a_device_are_counted():
+    output = (
+        "..F\nFAILED tests/gpu/test_a.py::test_b[1] - AssertionError: 3 failed\n"
+        "ERROR tests/gpu/test_a.py::test_c\n1 failed, 12 passed, 2 skipped, 1 error in 3.21s\n"
+    )
+    assert right.count_tests(output) == {
+        **{"passed": 12, "failed": 1, "skipped": 2, "error": 1},
+        "failures": ["tests/gpu/test_a.py::test_b[1]", "tests/gpu/test_a.py::test_c"],
+    }
+    assert right.count_tests("Traceback")["passed"] == 0
+
+
+def test_tests_that_do_not_end_in_time_are_a_problem(monkeypatch, tmp_path):
+    (tmp_path / "tests" / "gpu").mkdir(parents=True)
+    (tmp_path / "tests" / "gpu" / "test_slow.py").write_text(
+        "import pytest, time\npytestmark = pytest.mark.gpu\ndef test_slow(): time.sleep(60)\n"
+    )
+    monkeypatch.setattr(right, "TESTS", tmp_path / "tests" / "gpu")
+    row = right.run_tests(DEVICE, TimeBox(2.0))
+    assert row["problem"] == "they did not end in time"
+    assert row["seconds"] < 10
+
+
+# Memory
+
+
+def test_touch_threads_are_as_many_as_asked_and_undone(monkeypatch):
+    cpus, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    with memory.touch_threads(1) as num:
+        assert num == len(os.sched_getaffinity(0)) == torch.get_num_threads() == 1
+    assert (os.sched_getaffinity(0), torch.get_num_threads()) == (cpus, threads)
+
+
+def test_device_memory_grows_with_depth_without_offload_alone(mesh):
+    """What else grows is the state of a CPU's generator, which checkpointing keeps for each block."""
+    ways, generator_bytes = ways_of(DEVICE), torch.get_rng_state().nbytes
+    rows = [[memory.measure(DEVICE, mesh, ways[way], num) for num in (4, 8)] for way in memory.WAYS]
+    ac, overlap = ((many["step_bytes"] - few["step_bytes"]) / 4 for few, many in rows)
+    table_bytes = 256 * 2 * 16 * 2  # of rotary embeddings, cast for each block
+    assert ac == pytest.approx(rows[0][0]["input_bytes"] + table_bytes + generator_bytes, abs=64)
+    assert overlap == pytest.approx(generator_bytes, abs=64)
+    assert [row["num_offloads"] for row in rows[1]] == [3, 7]
+    assert rows[1][1]["pinned_bytes"] == rows[1][1]["pinned_peak_bytes"] == 7 * rows[0][0]["input_bytes"]
+
+
+# Link
+
+
+def test_a_copy_log_tells_what_the_link_carried():
+    runtime = HostRuntime(link_gb_per_s=0.2)
+    log = CopyLog(runtime, PLACE)
+    pinned, on_device = runtime.allocate_pinned(MIB), runtime.empty(MIB, PLACE)
+    for direction in ("d2h", "h2d", "h2d"):
+        stream = getattr(runtime, f"{direction}_stream")(PLACE)
+        for other in ("d2h", "h2d"):
+            runtime.wait_event(stream, runtime.record_event(getattr(runtime, f"{other}_stream")(PLACE)))
+        runtime.wait_event(stream, runtime.record_event(runtime.compute_stream(PLACE)))
+        runtime.copy(*((pinned, on_device) if direction == "d2h" else (on_device, pinned)), stream)
+    assert [(copy.direction, copy.num_bytes) for copy in log.copies] == [("d2h", MIB), ("h2d", MIB), ("h2d", MIB)]
+    for direction in ("d2h", "h2d"):
+        assert log.gb_per_s(direction) == pytest.approx(0.2, rel=0.2)
+    log.copies.clear()
+    assert log.gb_per_s("d2h") == 0.0
+
+
+# Step time
+
+
+def make_case(tflops: float = 1e-3, **kwargs) -> step_time.Case:
+    return step_time.Case(DEVICE, "8B", 64, PortRates(0.5, 0.5, 0.5, 0.5), tflops, **kwargs)
+
+
+def rows_of(case: step_time.Case, mesh, seconds: float = 5.0) -> dict[str, dict]:
+    return {row["way"]: row for row in case.measure(mesh, TimeBox(seconds))}
+
+
+def test_all_ways_are_timed_and_compared_with_a_plan_of_this_device(mesh):
+    case = make_case()
+    rows = rows_of(case, mesh)
+    assert list(rows) == list(step_time.WAYS)
+    assert {row["num_steps"] for row in rows.values()} == {step_time.MAX_ROUNDS}
+    assert rows["ac"]["ratio_to_ac"] == 1.0
+    assert rows["ac"]["planned_ms"] == pytest.approx(rows["ac"]["step_ms"])
+    assert case.tflops != 1e-3
+    assert rows["no_ac"]["planned_ratio"] == pytest.approx(3 / 4)
+    sync = rows["sync"]
+    copies_ms = 2 * 3 * 64 * case.args.dim * 2 / 0.5e6
+    assert sync["planned_ms"] == pytest.approx(rows["ac"]["step_ms"] + copies_ms)
+    assert sync["planner_error_percent"] == pytest.approx((sync["planned_ms"] / sync["step_ms"] - 1) * 100)
+    assert "planned_ms" not in rows["save_on_cpu"]
+    assert rows["overlap"]["num_offloads"] == 3
+
+
+def test_rounds_end_with_the_time(mesh):
+    rows = rows_of(make_case(), mesh, seconds=0.0)
+    assert {row["num_steps"] for row in rows.values()} == {step_time.MIN_ROUNDS}
+
+
+def test_blocks_are_as_many_as_the_time_allows(monkeypatch):
+    monkeypatch.setattr(DEVICE, "is_emulated", False)
+    monkeypatch.setattr(step_time, "model_args", lambda device, *rest: model_args(EmulatedDevice(), *rest))
+    num_steps = len(step_time.WAYS) * (step_time.WARM_UP + step_time.MIN_ROUNDS + 1)
+    for num in (5, 11):
+        case = make_case()
+        block_s = 1e-3 * case.plan(step_time.Way("ac", "ac")).steps["ac"].step_ms / case.num_blocks
+        assert case.choose_blocks(TimeBox(num_steps * block_s * (num + 0.5)))
+        assert case.num_blocks == num
+    assert case.choose_blocks(TimeBox(1e6))
+    assert case.num_blocks == step_time.MAX_BLOCKS
+    assert not case.choose_blocks(TimeBox(num_steps * block_s))
+
+
+def test_what_does_not_fit_is_left_out_and_the_others_run(mesh, monkeypatch):
+    backward = Running.backward
+
+    def out_of_memory(self, tokens):
+        if self.way.name == "no_ac":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+        return backward(self, tokens)
+
+    monkeypatch.setattr(Running, "backward", out_of_memory)
+    case = make_case()
+    budget = case.pinned_bytes(ways_of(DEVICE)["attention_on_host"])
+    monkeypatch.setattr(case, "host_budget", lambda: budget)
+    rows = rows_of(case, mesh)
+    assert rows["no_ac"]["left_out"] == "out of device memory"
+    assert rows["all_without_ac"]["left_out"].startswith("pins 0.0 GiB of host memory: more than ")
+    assert rows["save_on_cpu"]["left_out"].startswith("pins ")  # torch's allocator rounds up
+    assert [name for name in rows if "step_ms" in rows[name]] == [*WAYS[:1], *WAYS[2:6]]
+
+
+def test_a_pool_that_is_full_leaves_out_and_other_errors_are_problems(mesh, monkeypatch):
+    case = make_case()
+    monkeypatch.setattr(case, "pinned_bytes", lambda way: 512)
+    backward = Running.backward
+
+    def fail(self, tokens):
+        if self.way.name == "ac" and case.step_ms.get("ac"):
+            raise RuntimeError("CUDA error: an illegal memory access\nwas encountered")
+        return backward(self, tokens)
+
+    monkeypatch.setattr(Running, "backward", fail)
+    rows = rows_of(case, mesh)
+    assert rows["overlap"]["left_out"].startswith("no pinned host memory for a tensor of layers.0")
+    assert rows["ac"]["problem"] == "RuntimeError: CUDA error: an illegal memory access"
+    assert "ratio_to_ac" not in rows["no_ac"]
+    assert "step_ms" in rows["no_ac"]
+
+
+def test_pinned_memory_of_a_way_is_what_it_takes(mesh):
+    case = make_case()
+    ways = ways_of(DEVICE)
+    assert case.pinned_bytes(ways["ac"]) == case.pinned_bytes(ways["no_ac"]) == 0
+    assert case.pinned_bytes(ways["overlap"]) == 3 * 64 * case.args.dim * 2
+    assert 0 < case.host_budget() < 1024 * GIB
+
+
+# Timeline, sanitizer
+
+
+def test_a_trace_whose_copies_are_not_ours_is_a_problem(mesh, tmp_path):
+    seen, stats = timeline.trace_step(DEVICE, mesh, "overlap", tmp_path / "trace.json.gz")
+    assert timeline.find_problem(seen, stats) == {}
+    assert seen.d2h_bytes == stats.offloaded_bytes == 5 * 128 * 64 * 2
+    assert 0 < seen.d2h_gb_per_s < 1.1 * 0.5
+    assert "copies of" in timeline.find_problem(seen, OffloadStats())["problem"]
+
+
+def test_a_tool_is_stopped_told_and_judged(tmp_path):
+    assert sanitizer.run_tool(["sleep", "60"], 1.0)["result"] == "stopped after 1 s"
+    told = sanitizer.run_tool(["sh", "-c", "echo ========= ERROR SUMMARY: 2 errors; exit 9"], 9.0)
+    assert (told["result"], told["problem"]) == ("2 errors", "exit code 9: ========= ERROR SUMMARY: 2 errors")
+    fine = sanitizer.run_tool(["echo", "========= RACECHECK SUMMARY: 0 hazards displayed"], 9.0)
+    assert fine["result"] == "0 hazards displayed"
+    assert "problem" not in fine
+
+
+def test_the_case_for_the_sanitizer_is_right():
+    sanitizer.run_case(DEVICE)
+
+
+def test_the_case_for_the_sanitizer_sees_a_wrong_gradient(wrong_copies):
+    with pytest.raises(AssertionError, match="mode block_inputs: gradients differ"):
+        sanitizer.run_case(DEVICE)
