@@ -2,9 +2,10 @@
 
 Run by hand: ``python scripts/break_rules.py [WORD]`` (only the rules whose name has WORD in it). Each rule is one
 change of text in a copy of the package; the tests named with it must fail there. They pass on an unchanged copy, which
-is checked first. Prints a table, and one JSON document as the last line; exits with 1 if any change went unnoticed.
+is checked first. Those of the engine are below, the others in `rules`. Prints a table, and one JSON document as the last line; exits with 1 if any change went unnoticed.
 """
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -17,24 +18,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import break_rules_all
-import break_rules_budget
-import break_rules_cast
-import break_rules_cli
-import break_rules_compile
-import break_rules_faults
-import break_rules_gpu
-import break_rules_launch
-import break_rules_link
-import break_rules_matrix
-import break_rules_page
-import break_rules_paths
-import break_rules_plan
-import break_rules_plan_all
-import break_rules_pool
-import break_rules_selective
-import break_rules_share
-import break_rules_topology
 import pytest
 import torch
 
@@ -832,28 +815,11 @@ RUNTIME = [
 ]
 
 OTHERS = [
-    rule(f"{part}: {name}", *rest)
-    for part, rules in {
-        "all": break_rules_all.RULES,
-        "compile": break_rules_compile.RULES,
-        "faults": break_rules_faults.RULES,
-        "matrix": break_rules_matrix.RULES,
-        "cast": break_rules_cast.RULES,
-        "gpu": break_rules_gpu.RULES,
-        "paths": break_rules_paths.RULES,
-        "saves": break_rules_selective.RULES,
-        "pinned": break_rules_pool.RULES,
-        "link": break_rules_link.RULES,
-        "machine": break_rules_topology.RULES,
-        "budget": break_rules_budget.RULES,
-        "share": break_rules_share.RULES,
-        "plan": break_rules_plan.RULES + break_rules_plan_all.RULES,
-        "cli": break_rules_cli.RULES,
-        "page": break_rules_page.RULES,
-        "launch": break_rules_launch.RULES,
-    }.items()
-    for name, *rest in rules
+    rule(f"{path.stem}: {name}", *rest)
+    for path in sorted((Path(__file__).parent / "rules").glob("[!_]*.py"))
+    for name, *rest in importlib.import_module(f"rules.{path.stem}").RULES
 ]
+"""Those of a file are named after it."""
 
 RULES = ORDER + DEVICE_MEMORY + OWNERSHIP + WHAT_MOVES + PREFETCH + REPORTS + HOOKS + POOL + RUNTIME + OTHERS
 
