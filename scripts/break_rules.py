@@ -2,7 +2,8 @@
 
 Run by hand: ``python scripts/break_rules.py [WORD]`` (only the rules whose name has WORD in it). Each rule is one
 change of text in a copy of the package; the tests named with it must fail there. They pass on an unchanged copy, which
-is checked first. Those of the engine are below, the others in `rules`. Prints a table, and one JSON document as the last line; exits with 1 if any change went unnoticed.
+is checked first. Those of the engine are below, the others in `rules`. Prints a table, and one JSON document as the
+last line; exits with 1 if any change went unnoticed.
 """
 
 import importlib
