@@ -111,8 +111,8 @@ ORDER = [
     ),
     rule(
         "compute waits for the D2H before the stash entry is dropped",
-        "engine",
-        '        self._wait(entry.stream, entry.event, "d2h")\n',
+        "stash",
+        '        self._counter.wait("d2h", self._runtime.timed_wait(entry.stream, entry.event))\n',
         "",
         GRADIENTS,
     ),
@@ -172,7 +172,7 @@ ORDER = [
     rule(
         "schedule sync: nothing waits in the stash",
         "engine",
-        "        if self._is_sync:\n            self._drop_oldest()\n",
+        "        if self._is_sync:\n            self.stash.drop_oldest()\n",
         "",
         SYNC,
     ),
@@ -209,22 +209,22 @@ DEVICE_MEMORY = [
     ),
     rule(
         "at most max_inflight_offloads in the stash",
-        "engine",
-        "while len(self._stash) >= limit:",
+        "stash",
+        "while len(self._entries) >= limit:",
         "while False:",
         f"{E}stash_is_bounded_at_every_moment",
     ),
     rule(
         "the oldest leaves the stash before one more copy starts",
-        "engine",
-        "while len(self._stash) >= limit:",
-        "while len(self._stash) > limit:",
+        "stash",
+        "while len(self._entries) >= limit:",
+        "while len(self._entries) > limit:",
         f"{E}stash_is_bounded_at_every_moment",
     ),
     rule(
         "what has arrived leaves the device at the next pack",
         "engine",
-        "        with self._locked():\n            self._reap_stash()\n",
+        "        with self._locked():\n            self.stash.reap()\n",
         "        with self._locked():\n",
         f"{E}what_has_arrived_leaves_the_device_at_the_next_pack",
     ),
@@ -232,7 +232,7 @@ DEVICE_MEMORY = [
         "the stash is looked through when backward starts, not later",
         "engine",
         "            # Not later: what is in the stash when a region is prefetched must be there when the region is "
-        "reached.\n            self._reap_stash()\n",
+        "reached.\n            self.stash.reap()\n",
         "",
         f"{E}exact_counts",
     ),
@@ -271,7 +271,7 @@ OWNERSHIP = [
     rule(
         "what is dead leaves the stash once its copy has ended",
         "engine",
-        "        self._drop_dead()\n",
+        "        self.stash.drop_dead()\n",
         "",
         f"{E}dropped_graph_releases_everything",
     ),
@@ -284,9 +284,9 @@ OWNERSHIP = [
     ),
     rule(
         "what is dead stays in the stash until its copy has ended",
-        "engine",
-        "while self._stash and self._stash[-1].payload() is None and self.runtime.query(self._stash[-1].event):",
-        "while self._stash and self._stash[-1].payload() is None:",
+        "stash",
+        "while self._entries and self._entries[-1].payload() is None and self._runtime.query(self._entries[-1].event):",
+        "while self._entries and self._entries[-1].payload() is None:",
         f"{E}what_is_dead_stays_in_the_stash_until_its_copy_has_ended",
     ),
     rule(
@@ -395,7 +395,7 @@ OWNERSHIP = [
 WHAT_MOVES = [
     rule(
         "content: the version counter when the stash entry is dropped",
-        "engine",
+        "stash",
         "if payload is not None and version_of(entry.packed) == payload.version:",
         "if payload is not None:",
         f"{E}in_place_change_of_a_packed_input_raises_as_autograd_would",

@@ -30,7 +30,7 @@ def reference(tokens, **kwargs):
 
 
 def let_copies_end(offloader):
-    for entry in offloader.engine._stash:
+    for entry in offloader.engine.stash:
         offloader.engine.runtime.synchronize(entry.event)
 
 
@@ -65,7 +65,7 @@ def test_gradients_are_bitwise_equal(schedule, keep_last, lookahead, max_infligh
 @pytest.mark.parametrize("keep_last", [0, 1, 2])
 def test_exact_counts(keep_last):
     """L blocks, K kept: L-K inputs of b x s x d x bytes move, each is reloaded once, none is missed; the rotary table,
-    parameters and buffers never move. Guards: `_prefetch`, the choice of inputs in `input_storages`, and `_reap_stash`
+    parameters and buffers never move. Guards: `_prefetch`, the choice of inputs in `input_storages`, and `Stash.reap`
     when backward starts: no copy is seen to end before."""
     model = toy.make_model()
     runtime = HostRuntime(**FAST)
@@ -88,7 +88,7 @@ def test_exact_counts(keep_last):
 
 
 def test_after_forward_only_the_newest_inputs_are_on_the_device():
-    """Guards: `_make_room_in_stash`, and that neither payload nor tape holds the device tensor."""
+    """Guards: `Stash.make_room`, and that neither payload nor tape holds the device tensor."""
     model = toy.make_model()
     storages = []
 
@@ -110,11 +110,11 @@ def test_after_forward_only_the_newest_inputs_are_on_the_device():
 
 
 def test_stash_is_bounded_at_every_moment():
-    """Guards: the limit in `_make_room_in_stash`."""
+    """Guards: the limit in `Stash.make_room`."""
     model = toy.make_model(num_blocks=10)
     offloader = toy.offload(model, max_inflight_offloads=2)
     sizes = []
-    model.between = lambda i, h: (sizes.append(len(offloader.engine._stash)), h)[1]
+    model.between = lambda i, h: (sizes.append(len(offloader.engine.stash)), h)[1]
     model.loss(toy.make_tokens()).backward()
     assert max(sizes) == 2
 
@@ -153,7 +153,7 @@ def test_dropped_graph_releases_everything():
     let_copies_end(offloader)
     del loss
     assert toy.slots_in_use(offloader) == 0
-    assert not offloader.engine._stash
+    assert not offloader.engine.stash
 
 
 def test_backward_does_not_wait_for_copies_of_what_it_is_done_with():
@@ -164,10 +164,10 @@ def test_backward_does_not_wait_for_copies_of_what_it_is_done_with():
     loss = model.loss(toy.make_tokens())  # 40 ms per copy
     loss.backward()
     assert toy.slots_in_use(offloader) == 0
-    assert offloader.engine._stash
+    assert offloader.engine.stash
     let_copies_end(offloader)
     assert offloader.step_end().d2h_wait_ms < 20
-    assert not offloader.engine._stash
+    assert not offloader.engine.stash
 
 
 @pytest.mark.parametrize("at", range(toy.NUM_BLOCKS))
@@ -560,7 +560,7 @@ def test_the_same_storage_with_new_content_is_another_payload():
         y = blocks["0"](x)
         if offloaded:
             let_copies_end(offloader)
-            offloader.engine._reap_stash()
+            offloader.engine.stash.reap()
         x = x.clone() if not offloaded else x.mul_(3) / 3
         x.mul_(3)
         z = blocks["1"](x)
@@ -602,7 +602,7 @@ def test_hidden_state_by_keyword_moves_too():
 
 @pytest.mark.parametrize("when", ["copying", "copied", "kept"])
 def test_in_place_change_of_a_packed_input_raises_as_autograd_would(when):
-    """Guards: the version in `_drop_oldest`, and `check_version` in `_bring_back` and in `unpack`."""
+    """Guards: the version in `Stash.drop_oldest`, and `check_version` in `_bring_back` and in `unpack`."""
     model = toy.make_model(num_blocks=3)
     offloader = toy.offload(model, keep_last=1, max_inflight_offloads=0)
     runtime = offloader.engine.runtime
@@ -786,13 +786,13 @@ def test_link_limit_moves_all_first_and_then_what_hides(caplog):
 
 @pytest.mark.parametrize("max_inflight", [1, 2])
 def test_link_limit_raises_that_of_the_stash(max_inflight):
-    """Copies of 2 forwards: six of twelve blocks move, and up to four are in the stash. Guards: `_drop_arrived`, and
-    `num_arrived` in `_make_room_in_stash`."""
+    """Copies of 2 forwards: six of twelve blocks move, and up to four are in the stash. Guards:
+    `Stash.drop_arrived`, and `num_arrived` in `Stash.make_room`."""
     model = toy.make_model(num_blocks=12)
     offloader = limited(model, copies_per_forward=2, max_inflight_offloads=max_inflight)
     engine, sizes = offloader.engine, []
     engine.runtime.query = lambda event: False  # as on a device that the host runs ahead of
-    model.between = lambda i, h: (sizes.append(len(engine._stash)), h)[1]
+    model.between = lambda i, h: (sizes.append(len(engine.stash)), h)[1]
     for _ in range(3):
         link_step(model, offloader, toy.make_tokens())
     assert max(sizes) == max_inflight
@@ -815,7 +815,7 @@ def test_no_limit_on_the_stash_stays_none():
     offloader.step_end()
     offloader.engine.runtime.query = lambda event: False
     loss = model.loss(toy.make_tokens())
-    assert len(offloader.engine._stash) == offloader.link_choices[0].num_moved == 4
+    assert len(offloader.engine.stash) == offloader.link_choices[0].num_moved == 4
     let_copies_end(offloader)
     loss.backward()
 
@@ -860,7 +860,7 @@ def test_a_forward_that_raises_is_not_timed():
     hook = inner.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model.loss(toy.make_tokens())
-    assert offloader.engine._watched is None
+    assert offloader.engine._counter.watched is None
     hook.remove()
     [records] = offloader.engine.watch._of_step.values()
     assert [record.index for record in records] == [0, 1]
@@ -1241,13 +1241,13 @@ def test_what_lives_elsewhere_stays():
 
 
 def test_what_has_arrived_leaves_the_device_at_the_next_pack():
-    """Guards: `_reap_stash` in `pack`. Without a limit the stash must not grow with depth on a fast link."""
+    """Guards: `Stash.reap` in `pack`. Without a limit the stash must not grow with depth on a fast link."""
     model = toy.make_model()
     offloader = toy.offload(model, runtime=HostRuntime(**FAST), max_inflight_offloads=0)
     stashed = []
 
     def watch(i, h):
-        stashed.append(len(offloader.engine._stash))
+        stashed.append(len(offloader.engine.stash))
         let_copies_end(offloader)
         return h
 
@@ -1296,9 +1296,9 @@ def test_graph_dropped_by_another_thread_while_its_stash_entry_is_dropped():
         thread = threading.Thread(target=loss.clear)
         thread.start()
         thread.join(timeout=10)
-        offloader.engine._drop_oldest()
+        offloader.engine.stash.drop_oldest()
     assert toy.slots_in_use(offloader) == 0
-    assert not offloader.engine._stash
+    assert not offloader.engine.stash
     tokens = toy.make_tokens(1)
     model.loss(tokens).backward()
     toy.assert_same_grads(model, reference(tokens))
@@ -1336,7 +1336,7 @@ def test_a_moved_storage_whose_content_changed_is_another_payload():
         y = model.layers["0"](x)
         if is_offloaded:
             let_copies_end(offloader)  # from here on the device copy is nobody's business
-            offloader.engine._reap_stash()
+            offloader.engine.stash.reap()
         else:
             x = x.clone()
         x.mul_(3)
@@ -1411,17 +1411,17 @@ def test_saved_outputs_of_a_recompute_do_not_keep_their_own_graph_alive():
 
 
 def test_what_is_dead_stays_in_the_stash_until_its_copy_has_ended():
-    """Guards: `query` in `_drop_dead`. The copy reads the tensor still."""
+    """Guards: `query` in `Stash.drop_dead`. The copy reads the tensor still."""
     model = toy.make_model()
     offloader = toy.offload(model, runtime=Recording(link_gb_per_s=0.001), max_inflight_offloads=0)
     loss = model.loss(toy.make_tokens())
     del loss
     assert toy.slots_in_use(offloader) == 0
-    assert len(offloader.engine._stash) == toy.NUM_BLOCKS - 1
+    assert len(offloader.engine.stash) == toy.NUM_BLOCKS - 1
     let_copies_end(offloader)
     offloader.engine.runtime.query = lambda event: True
     offloader.step_end()
-    assert not offloader.engine._stash
+    assert not offloader.engine.stash
     offloader.engine.runtime.check()
 
 
@@ -1430,11 +1430,11 @@ def test_dropped_graph_leaves_nothing_in_the_stash_if_its_copies_have_ended():
     model = toy.make_model()
     offloader = toy.offload(model, runtime=Recording(), max_inflight_offloads=0)
     loss = model.loss(toy.make_tokens())
-    assert len(offloader.engine._stash) == toy.NUM_BLOCKS - 1
+    assert len(offloader.engine.stash) == toy.NUM_BLOCKS - 1
     let_copies_end(offloader)
     offloader.engine.runtime.query = lambda event: True
     del loss
-    assert not offloader.engine._stash
+    assert not offloader.engine.stash
 
 
 def test_a_regions_own_reload_starts_before_those_of_the_next():

@@ -96,7 +96,7 @@ class Run:
         toy.assert_same_grads(self.model, self.expected)
 
     def let_copies_end(self) -> None:
-        for entry in self.offloader.engine._stash:
+        for entry in self.offloader.engine.stash:
             self.runtime.synchronize(entry.event)
 
     def fails(self, body=None) -> bool:
@@ -118,7 +118,7 @@ class Run:
         assert not engine._lock.locked()
         self.let_copies_end()
         self.offloader.step_end()
-        assert not engine._stash
+        assert not engine.stash
         assert engine.pool.num_slots_in_use <= max_lost, place
         assert engine.pool.bytes_in_use == 0 or max_lost, place
         assert engine.tapes.alive() == []
@@ -170,7 +170,7 @@ IN_BACKWARD = [case for case in CASES if not case[1].startswith("forward") and c
 @pytest.mark.parametrize(("setting", "point"), CASES)
 def test_step_that_failed_is_done_again(setting, point):
     """Forward or backward raises, the caller lets go of the graphs and does the same step again. Guards: `_settled`,
-    and the order of what is done in `_offload`, `_start_reload`, `_drop_oldest` and `_release_all`."""
+    and the order of what is done in `_offload`, `_start_reload`, `Stash.drop_oldest` and `_release_all`."""
     run = Run(setting)
     with run.injector.in_gather():
         run.train()
@@ -467,7 +467,7 @@ def test_device_that_is_lost(point):
 
 
 def test_wait_for_the_stash_that_failed_frees_no_memory_under_a_copy():
-    """The runtime would raise in the next step. Guards: `_drop_oldest` takes nothing off the stash before its wait."""
+    """The runtime would raise in the next step. Guards: `Stash.drop_oldest` takes nothing off before its wait."""
     run = Run("two ahead, one in the stash", link_gb_per_s=0.0002)  # 20 ms a copy
     timed_wait, num_waits = run.runtime.timed_wait, itertools.count(1)
 
@@ -509,7 +509,7 @@ def test_release_that_failed_is_done_by_the_next_call():
 @pytest.mark.parametrize("mode", ["block_inputs", "all"])
 def test_tensor_that_was_changed_in_place_fails_its_own_backward_only(mode):
     """The error comes where autograd would raise it, each time, and not in the forward of another microbatch that finds
-    the change. Guards: the version in `_drop_oldest`."""
+    the change. Guards: the version in `Stash.drop_oldest`."""
     run = Run("all" if mode == "all" else "overlap")
     changed = []
     query, run.runtime.query = run.runtime.query, lambda event: False  # nothing leaves the stash unless it must

@@ -147,8 +147,8 @@ def link_settings(draw):
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(link_settings())
 def test_the_engine_does_what_was_chosen(case):
-    """Guards: that waits are taken off the forwards that are timed, `_drop_arrived`, and that a step with the choice is
-    as long as with AC alone."""
+    """Guards: that waits are taken off the forwards that are timed, `Stash.drop_arrived`, and that a step with the
+    choice is as long as with AC alone."""
     forward, d2h, h2d, config, host_runs_ahead = case
     model = VirtualModel(forward, VirtualRuntime(d2h, h2d, host_runs_ahead), limit="link", **config)
     before = [model.step() for _ in range(3)]
@@ -158,10 +158,10 @@ def test_the_engine_does_what_was_chosen(case):
     assert choice.costs.forward_s == pytest.approx([ms / 1e3 for ms in forward])
     assert choice.costs.num_bytes == (INPUT_BYTES,) * (len(forward) - config["keep_last"]) + (0,) * config["keep_last"]
     sizes = []
-    make_room = model.offloader.engine._make_room_in_stash
-    model.offloader.engine._make_room_in_stash = lambda region: (
+    make_room = model.offloader.engine.stash.make_room
+    model.offloader.engine.stash.make_room = lambda region: (
         make_room(region),
-        sizes.append(len(model.offloader.engine._stash) + 1),
+        sizes.append(len(model.offloader.engine.stash) + 1),
     )
     duration, stats = model.step()
     simulated = simulate_step(

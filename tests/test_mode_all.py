@@ -403,7 +403,7 @@ def test_a_tensor_that_a_far_block_saved_too_is_not_kept_for_it():
 
 
 def test_device_memory_does_not_grow_with_depth():
-    """Of activations: what is alive of reloads, and in the stash. Guards: weak references, `_drop_arrived`."""
+    """Of activations: what is alive of reloads, and in the stash. Guards: weak references, `Stash.drop_arrived`."""
 
     def most_alive(num_blocks):
         model = toy.make_model(wrap=plain, num_blocks=num_blocks)
@@ -419,7 +419,7 @@ def test_device_memory_does_not_grow_with_depth():
 
         def spy_offload(region, tensor):
             payload = offload(region, tensor)
-            most[1] = max(most[1], sum(entry.source.numel() for entry in engine._stash))
+            most[1] = max(most[1], sum(entry.source.numel() for entry in engine.stash))
             return payload
 
         engine.runtime.empty, engine._offload = spy_empty, spy_offload
@@ -440,7 +440,7 @@ def test_stash_holds_as_many_blocks_as_may_be_in_flight(limit):
     model = toy.make_model(wrap=plain, num_blocks=8)
     offloader = never_arrives(offload_all(model, max_inflight_offloads=limit))
     seen = []
-    model.between = lambda i, h: (seen.append(len({entry.place for entry in offloader.engine._stash})), h)[1]
+    model.between = lambda i, h: (seen.append(len({entry.place for entry in offloader.engine.stash})), h)[1]
     model.loss(toy.make_tokens()).backward()
     assert max(seen) == limit
 

@@ -426,7 +426,7 @@ def test_device_holds_nothing_beyond_keep_last_and_stash(keep_last, monkeypatch)
     offloader = apply_offload(model, config, SelectiveConfig(offload=True), runtime=slow_link())
     loss = model.loss(TOKENS)
     alive = [ref() is not None for ref in outputs]
-    num_stashed = len(offloader.engine._stash)
+    num_stashed = len(offloader.engine.stash)
     assert num_stashed <= 1
     assert len(alive) == 2 * toy.NUM_BLOCKS
     assert sum(alive) == 2 * keep_last + num_stashed
@@ -437,7 +437,7 @@ def test_device_holds_nothing_beyond_keep_last_and_stash(keep_last, monkeypatch)
 
 
 def let_copies_end(offloader) -> None:
-    for entry in offloader.engine._stash:
+    for entry in offloader.engine.stash:
         offloader.engine.runtime.synchronize(entry.event)
 
 

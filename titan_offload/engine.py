@@ -34,7 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 
 from titan_offload.config import GIB, OffloadConfig
-from titan_offload.forward_watch import ForwardRecord, ForwardWatch
+from titan_offload.forward_watch import ForwardWatch
 from titan_offload.pool import PinnedPool
 from titan_offload.runtime import Event, Runtime, Stream
 from titan_offload.saved_tensor import (
@@ -54,6 +54,7 @@ from titan_offload.saved_tensor import (
     version_of,
     view_id,
 )
+from titan_offload.stash import Stash
 from titan_offload.stats import OffloadStats, Stay, StepCounter
 from titan_offload.tape import DEAD, STEM, Handle, ModelPart, Payload, Region, Remains, StashEntry, State, living
 from titan_offload.tape_order import TapeOrder
@@ -69,6 +70,7 @@ class OffloadEngine:
 
     Attributes:
         tapes: the forward passes that are alive.
+        stash: the device tensors whose copy to the host is under way.
         watch: times the forwards, until somebody sets it to None; only with ``limit = "link"``.
     """
 
@@ -79,11 +81,10 @@ class OffloadEngine:
         self._is_sync = config.schedule == "sync"
         self._lock = threading.Lock()
         self._remains: deque[Remains] = deque()  # of dead payloads, to be given back by whoever holds the lock next
-        self._stash: deque[StashEntry] = deque()
         self.tapes = TapeOrder()
         self._counter = StepCounter(pool, config.mode)
+        self.stash = Stash(config.max_inflight_offloads, runtime, self._counter)
         self.watch = ForwardWatch(runtime) if config.limit == "link" else None
-        self._watched: ForwardRecord | None = None  # of the block whose forward runs
 
     # Forward
 
@@ -146,7 +147,7 @@ class OffloadEngine:
     def _open(self, part: ModelPart, index: int) -> Region:
         region = self.tapes.open_region(part, index)
         self._counter.num["regions"] += region.is_block
-        self._drop_arrived(region)
+        self.stash.drop_arrived(region)
         return region
 
     @contextlib.contextmanager
@@ -159,11 +160,11 @@ class OffloadEngine:
             yield
             return
         watch, part = self.watch, region.tape.part
-        record = self._watched = watch.start(region.index, self.runtime.compute_stream(device))
+        record = self._counter.watched = watch.start(region.index, self.runtime.compute_stream(device))
         try:
             yield
         finally:
-            self._watched = None
+            self._counter.watched = None
         watch.end(part, record, self.runtime.compute_stream(device))
 
     def save(self, region: Region, tensor: torch.Tensor) -> Handle:
@@ -176,7 +177,7 @@ class OffloadEngine:
         # the handle.
         tensor = tensor.detach()
         with self._locked():
-            self._reap_stash()
+            self.stash.reap()
             reason = self._why_stay(region, local_elem(tensor)) if is_ours else Stay.NOT_OURS
             payload = None
             if reason is None:
@@ -248,7 +249,7 @@ class OffloadEngine:
         payload.slot = self.pool.allocate(source.numel())
         if payload.slot is None:
             return None
-        self._make_room_in_stash(region)
+        self.stash.make_room(region)
         compute = payload.stream = self.runtime.compute_stream(payload.device)
         d2h = compute if self._is_sync else self.runtime.d2h_stream(payload.device)
         with self._settled(d2h):
@@ -256,13 +257,11 @@ class OffloadEngine:
             payload.event = self._copy("d2h", region, payload.slot.buffer, source, d2h, events)
             payload.stashed = StashEntry(weakref.ref(payload), source, tensor, payload.event, compute, region.place)
             payload.move_to(State.D2H_IN_FLIGHT, State.ON_DEVICE)
-            self._stash.append(payload.stashed)
+            self.stash.add(payload.stashed)
         if self._is_sync:
-            self._drop_oldest()
+            self.stash.drop_oldest()
         region.tape.moved[view_id(local) if is_gathered else storage_id(local)] = weakref.ref(payload)
         self._counter.move("offloads", source.numel())
-        if self._watched is not None:
-            self._watched.num_bytes += source.numel()
         return payload
 
     def _copy(
@@ -291,60 +290,8 @@ class OffloadEngine:
                 self.runtime.synchronize(self.runtime.record_event(stream))
             raise
 
-    # Stash
-
-    def _reap_stash(self) -> None:
-        """Drops what has arrived on the host already."""
-        while self._stash and self.runtime.query(self._stash[0].event):
-            self._drop_oldest()
-
-    def _drop_arrived(self, region: Region) -> None:
-        """Before ``region`` runs, drops what has arrived by then if copies and blocks take the time that they took when
-        the link's limit was chosen. The host need not have seen it arrive: it runs ahead of the device."""
-        part, serial = region.tape.part, region.tape.serial
-        if part.num_arrived is None or not self.config.max_inflight_offloads:
-            return
-        while self._stash and self._stash[0].place < (serial, part.num_arrived[region.index]):
-            self._drop_oldest()
-
-    def _make_room_in_stash(self, region: Region) -> None:
-        """Before a copy of ``region`` starts, drops what is too much: tensors, or where each region has many, regions,
-        this one included."""
-        limit = self.config.max_inflight_offloads if region.tape.part.num_arrived is None else 0
-        if not limit or not self._stash:
-            return
-        if region.is_checkpointed:
-            while len(self._stash) >= limit:
-                self._drop_oldest()
-        elif self._stash[-1].place != region.place:
-            places = [*dict.fromkeys(entry.place for entry in self._stash), region.place]
-            while self._stash and self._stash[0].place < places[-limit:][0]:
-                self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        """Ends the device copy of the oldest tensor in the stash, in the order of the compute stream.
-
-        One that was changed in place meanwhile has no other copy: it stays with its payload, whose unpack raises.
-        """
-        entry = self._stash[0]
-        self._wait(entry.stream, entry.event, "d2h")
-        self._stash.popleft()
-        payload = entry.payload()
-        if payload is not None and version_of(entry.packed) == payload.version:
-            payload.move_to(State.ON_HOST, State.D2H_IN_FLIGHT)
-            payload.stashed = None
-
-    def _drop_dead(self) -> None:
-        """Drops what has arrived and nobody will ask for; newest first, as backward goes. What has not arrived stays:
-        to wait for it here would make backward wait for copies whose tensors it is done with."""
-        while self._stash and self._stash[-1].payload() is None and self.runtime.query(self._stash[-1].event):
-            self._stash.pop()
-
     def _wait(self, compute: Stream, event: Event, direction: str) -> None:
-        wait = self.runtime.timed_wait(compute, event)
-        self._counter.wait(direction, wait)
-        if self._watched is not None:
-            self._watched.waits.append(wait)
+        self._counter.wait(direction, self.runtime.timed_wait(compute, event))
 
     # Backward
 
@@ -375,7 +322,7 @@ class OffloadEngine:
         tape = region.tape
         if not tape.is_started:
             # Not later: what is in the stash when a region is prefetched must be there when the region is reached.
-            self._reap_stash()
+            self.stash.reap()
             self.tapes.start_backward(tape)
         if tape.reached() is not region and not self._is_sync:
             self._plan_reloads(region)
@@ -506,7 +453,7 @@ class OffloadEngine:
                 self._wait(remains.stream, remains.event, "h2d")
             self._remains.popleft()
             self.pool.free(remains.slot, remains.event)
-        self._drop_dead()
+        self.stash.drop_dead()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from titan_offload.config import GIB
+from titan_offload.forward_watch import ForwardRecord
 from titan_offload.pool import PinnedPool
 from titan_offload.runtime import Wait
 
@@ -106,12 +107,14 @@ class StepCounter:
         num: events of this step by name: regions, offloads, reloads, prefetch_hits, misses, resident.
         num_bytes: bytes of this step by name: offloads, reloads.
         has_moved: whether anything was ever offloaded.
+        watched: the forward that runs now, if it is timed.
     """
 
     def __init__(self, pool: PinnedPool, mode: str = "block_inputs") -> None:
         self.num: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()
         self.has_moved = False
+        self.watched: ForwardRecord | None = None
         self._pool = pool
         self._mode = mode
         self._num_kept: Counter[Stay] = Counter()
@@ -125,6 +128,8 @@ class StepCounter:
         self.num[name] += 1
         self.num_bytes[name] += num_bytes
         self.has_moved = True
+        if self.watched is not None and name == "offloads":
+            self.watched.num_bytes += num_bytes
 
     def keep(self, fqn: str, reason: Stay, num_bytes: int) -> None:
         if reason is Stay.NOT_OURS:
@@ -136,6 +141,8 @@ class StepCounter:
 
     def wait(self, direction: str, wait: Wait) -> None:
         self._waits[direction].append(wait)
+        if self.watched is not None:
+            self.watched.waits.append(wait)
 
     def step_end(self) -> OffloadStats:
         """Ends the step. Warns of an exhausted budget, and once if nothing was moved in the first step."""

@@ -189,15 +189,15 @@ WHEN = [
     ),
     (
         "the stash is bounded in regions",
-        "engine",
-        "while self._stash and self._stash[0].place < places[-limit:][0]:",
+        "stash",
+        "while self._entries and self._entries[0].place < places[-limit:][0]:",
         "while False:",
         f"{A}stash_holds_as_many_blocks_as_may_be_in_flight",
         f"{A}device_memory_does_not_grow_with_depth",
     ),
     (
         "the block that runs counts among those in the stash",
-        "engine",
+        "stash",
         "places[-limit:][0]:",
         "places[-limit - 1 :][0]:",
         f"{A}stash_holds_as_many_blocks_as_may_be_in_flight",

@@ -55,15 +55,17 @@ DEVICE_MEMORY = [
     ),
     (
         "a wait that fails leaves the tensor in the stash",
-        "engine",
-        "        entry = self._stash[0]\n"
-        '        self._wait(entry.stream, entry.event, "d2h")\n        self._stash.popleft()\n',
-        '        entry = self._stash.popleft()\n        self._wait(entry.stream, entry.event, "d2h")\n',
+        "stash",
+        "        entry = self._entries[0]\n"
+        '        self._counter.wait("d2h", self._runtime.timed_wait(entry.stream, entry.event))\n'
+        "        self._entries.popleft()\n",
+        "        entry = self._entries.popleft()\n"
+        '        self._counter.wait("d2h", self._runtime.timed_wait(entry.stream, entry.event))\n',
         f"{F}wait_for_the_stash_that_failed_frees_no_memory_under_a_copy",
     ),
     (
         "what was changed in place fails its own backward, in whichever forward that is found",
-        "engine",
+        "stash",
         " and version_of(entry.packed) == payload.version:",
         ":",
         f"{F}tensor_that_was_changed_in_place_fails_its_own_backward_only",

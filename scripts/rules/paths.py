@@ -5,8 +5,8 @@ M, S, K = "distributed/test_pipeline_memory::test_", "distributed/test_schedules
 RULES = [
     (
         "the stash does not grow with the microbatches in flight",
-        "engine",
-        "        limit = self.config.max_inflight_offloads if region.tape.part.num_arrived is None else 0\n",
+        "stash",
+        "        limit = self._max_inflight_offloads if region.tape.part.num_arrived is None else 0\n",
         "        limit = 0\n",
         f"{M}what_is_held_is_what_the_settings_say",
     ),

@@ -76,7 +76,7 @@ class Rank:
         loss.backward()
 
     def let_copies_end(self):
-        for entry in self.offloader.engine._stash:
+        for entry in self.offloader.engine.stash:
             self.runtime.synchronize(entry.event)
 
     def train(self):
@@ -90,7 +90,7 @@ class Rank:
         while True:
             self.let_copies_end()
             self.offloader.step_end()
-            left = engine.pool.num_slots_in_use + len(engine._stash)
+            left = engine.pool.num_slots_in_use + len(engine.stash)
             if not left or time.monotonic() > until:
                 return left
             time.sleep(0.01)

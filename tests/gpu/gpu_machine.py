@@ -135,7 +135,7 @@ def assert_grads(model: torch.nn.Module, expected: list[torch.Tensor | None]) ->
 
 def let_copies_end(offloader: Offloader) -> None:
     """All that was given to the side stream is in host memory when it returns."""
-    for entry in offloader.engine._stash:
+    for entry in offloader.engine.stash:
         offloader.engine.runtime.synchronize(entry.event)
 
 
