@@ -26,6 +26,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 COPIED = ("titan_offload", "tests", "scripts", "launch", "train_configs", ".ci", "pyproject.toml")
 TEST_TIMEOUT_S = 20
 RULE_TIMEOUT_S = 90
+ALL_TIMEOUT_S = 3600  # of the tests of all rules, on an unchanged copy
 
 
 @dataclass(frozen=True)
@@ -884,7 +885,7 @@ def check(broken: Rule | None, tests: tuple[str, ...]) -> tuple[int | None, str]
         copy_repository(folder)
         if broken is not None:
             break_rule(folder, broken)
-        return run_tests(folder, tests)
+        return run_tests(folder, tests, RULE_TIMEOUT_S if broken is not None else ALL_TIMEOUT_S)
 
 
 def preload() -> None:

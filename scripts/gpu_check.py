@@ -8,12 +8,13 @@
 TorchTitan's Qwen3 under FSDP2 on one device, with a process group made on the fly; no data set and no tokenizer. The
 parts, by worth, see their modules in `gpu_parts`:
 
-    right       gradients with offload are those without, bit for bit; the tests in tests/gpu
-    memory      device memory by depth; host memory; what pinning costs
-    link        what the link carries, and what copies reach while the device computes
-    step_time   step time in all ways, beside activation checkpointing alone and beside a plan
-    timeline    a profiler's trace of a step: what of the copies is hidden, and what the device waits for
-    sanitizer   a small case under compute-sanitizer
+    right          gradients with offload are those without, bit for bit
+    device_tests   the tests in tests/gpu
+    memory         device memory by depth; host memory; what pinning costs
+    link           what the link carries, and what copies reach while the device computes
+    step_time      step time in all ways, beside activation checkpointing alone and beside a plan
+    timeline       a profiler's trace of a step: what of the copies is hidden, and what the device waits for
+    sanitizer      a small case under compute-sanitizer
 
 Each part is a process of its own, with a time of its own, and each row is written down as it is made: a part that
 fails, hangs or loses the device costs its own rest and nothing else. In the folder: ``gpu_check.json``, all rows;
@@ -47,7 +48,10 @@ from gpu_parts.part import Task, TimeBox
 from gpu_parts.tables import markdown, print_tables
 from gpu_parts.targets import find_faults, judge
 
-SHARES = {"right": 100, "memory": 60, "link": 25, "step_time": 270, "timeline": 45, "sanitizer": 60}
+SHARES = {
+    **{"right": 110, "device_tests": 55, "memory": 45, "link": 35},
+    **{"step_time": 240, "timeline": 40, "sanitizer": 35},
+}
 """The parts in order, and how they share the time. What one leaves over goes to those after it."""
 
 GRACE_S = 10.0
@@ -64,20 +68,19 @@ FACTS = "facts"
 
 def run_part(name: str, args: argparse.Namespace) -> None:
     """In a process of its own: runs a part. Its rows are lines of JSON on what was stdout; what is printed is log."""
-    rows = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def emit(table: str, row: dict[str, Any]) -> None:
-        print(json.dumps([table, row]), file=rows, flush=True)
-
     device = find_device(args.emulate)
     if device.is_emulated:
         torch.set_num_threads(1)  # more threads would take cores from the copies
     if name == sanitizer.CASE:
         sanitizer.run_case(device)
         return
-    emit(FACTS, facts(device))
-    with garbage_collector_off():
+    with os.fdopen(os.dup(1), "w") as rows, garbage_collector_off():
+        os.dup2(2, 1)
+
+        def emit(table: str, row: dict[str, Any]) -> None:
+            print(json.dumps([table, row]), file=rows, flush=True)
+
+        emit(FACTS, facts(device))
         importlib.import_module(f"gpu_parts.{name}").run(device, Task(args.out, TimeBox(args.seconds), emit))
 
 
@@ -95,7 +98,7 @@ class Check:
         self.tables: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.about: dict[str, Any] = {
             "command": shlex.join(["python", "scripts/gpu_check.py", *sys.argv[1:]]),
-            "commit": commit(),
+            "commit": args.commit or commit(),
         }
 
     def run(self) -> None:
@@ -159,10 +162,10 @@ class Check:
 
 def environment_of(name: str) -> dict[str, str]:
     """Variables of a part's process. Where gradients are compared, cuBLAS has to compute the same twice. TorchTitan's
-    launcher has torch use expandable segments; part "right" runs without them, so that both allocators are seen."""
-    if name == "right":
-        return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    launcher has torch use expandable segments; part "right" runs without them, so that both allocators are seen. A
+    process group of one needs no network."""
+    own = {"right": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, "sanitizer": sanitizer.ENVIRONMENT}
+    return {"NCCL_SOCKET_IFNAME": "lo"} | own.get(name, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 def rows_of(lines: TextIO) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -200,6 +203,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="for all of it, at most (default: %(default)s)")
     parser.add_argument("--emulate", action="store_true", help="on a CPU, with small sizes")
     parser.add_argument("--parts", nargs="+", choices=SHARES, default=list(SHARES), help="default: all")
+    parser.add_argument("--commit", help="what results are of, where there is no git (default: of the checkout)")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -225,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for fault in faults:
         print(f"wrong: {fault}")
     parameters = {"minutes": args.minutes, "parts": args.parts, "is_emulated": args.emulate}
-    about = {key: value for key, value in check.about.items() if key not in ("device", "torch", "commit")}
+    about = {key: value for key, value in check.about.items() if key not in ("device", "torch")}
     results = about | {"tables": check.tables, "faults": faults}
     print_json("gpu_check", check.about.get("device", "unknown"), parameters, results)
     return 1 if faults else 0

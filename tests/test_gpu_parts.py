@@ -3,11 +3,12 @@
 import contextlib
 import os
 import time
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_parts import memory, right, sanitizer, step_time, timeline
+from gpu_parts import device_tests, memory, right, sanitizer, step_time, timeline
 from gpu_parts.copy_log import CopyLog
 from gpu_parts.device import CudaDevice, EmulatedDevice, find_device
 from gpu_parts.part import TimeBox
@@ -187,11 +188,31 @@ def test_a_copy_that_goes_wrong_shows_in_every_round(mesh, monkeypatch, wrong_co
     """Guards: the whole comparison. What does not offload is still right."""
     monkeypatch.setattr(right, "sequence_lengths", lambda *args: [40, 33])
     monkeypatch.setattr(right.Competitor, "start", lambda self: None)
-    rows = {row["way"]: row for row in right.compare(DEVICE, mesh, name)}
+    rows = {row["way"]: row for row in right.compare(DEVICE, mesh, name, TimeBox(60.0))}
     assert [rows[way]["num_different"] for way in (right.AGAIN, "no_ac")] == [0, 0]
     for way in set(rows) - {right.AGAIN, "no_ac"}:
         assert rows[way]["num_different"] > 0, way
         assert rows[way]["first_different"].startswith("step 0: ")
+
+
+def test_a_round_that_fails_says_so_and_leaves_nothing(mesh, monkeypatch):
+    monkeypatch.setattr(right, "check_sense", lambda gradients: 1 / 0)
+    [row] = right.try_round(DEVICE, mesh, "strict", TimeBox(60.0))
+    assert (row["round"], row["num_gradients"]) == ("strict", 0)
+    assert row["problem"] == "ZeroDivisionError: division by zero"
+
+
+def test_a_round_without_time_compares_nothing(mesh):
+    rows = right.try_round(DEVICE, mesh, "plain", TimeBox(0.0))
+    assert {row["num_steps"] for row in rows} == {0}
+
+
+def test_torch_fills_nothing_where_gradients_are_compared():
+    with right.deterministic():
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
 
 
 def test_sequence_lengths_differ_and_are_the_same_each_time():
@@ -230,11 +251,11 @@ def test_the_tests_of_a_device_are_counted():
         "..F\nFAILED tests/gpu/test_a.py::test_b[1] - AssertionError: 3 failed\n"
         "ERROR tests/gpu/test_a.py::test_c\n1 failed, 12 passed, 2 skipped, 1 error in 3.21s\n"
     )
-    assert right.count_tests(output) == {
+    assert device_tests.count_tests(output) == {
         **{"passed": 12, "failed": 1, "skipped": 2, "error": 1},
         "failures": ["tests/gpu/test_a.py::test_b[1]", "tests/gpu/test_a.py::test_c"],
     }
-    assert right.count_tests("Traceback")["passed"] == 0
+    assert device_tests.count_tests("Traceback")["passed"] == 0
 
 
 def test_tests_that_do_not_end_in_time_are_a_problem(monkeypatch, tmp_path):
@@ -242,13 +263,28 @@ def test_tests_that_do_not_end_in_time_are_a_problem(monkeypatch, tmp_path):
     (tmp_path / "tests" / "gpu" / "test_slow.py").write_text(
         "import pytest, time\npytestmark = pytest.mark.gpu\ndef test_slow(): time.sleep(60)\n"
     )
-    monkeypatch.setattr(right, "TESTS", tmp_path / "tests" / "gpu")
-    row = right.run_tests(DEVICE, TimeBox(2.0))
+    monkeypatch.setattr(device_tests, "TESTS", tmp_path / "tests" / "gpu")
+    row = device_tests.run_tests(DEVICE, TimeBox(2.0))
     assert row["problem"] == "they did not end in time"
     assert row["seconds"] < 10
 
 
 # Memory
+
+
+def test_pinning_and_giving_back_are_timed_apart(monkeypatch):
+    """Guards: memory that is dropped, and so given back, while it is being pinned."""
+    log = []
+
+    def register(num_bytes, bind):
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        weakref.finalize(buffer.untyped_storage(), log.append, "dropped")
+        return buffer, lambda: log.append("given back")
+
+    monkeypatch.setattr("titan_offload.pinned_memory.map_and_register", register)
+    row = memory.timed("registered", MIB, lambda: (CudaDevice().pin(MIB), log.append("pinned"))[0])
+    assert log == ["pinned", "given back", "dropped"]
+    assert row["gib_per_s"] == pytest.approx(MIB / GIB / row["pin_s"])
 
 
 def test_touch_threads_are_as_many_as_asked_and_undone(monkeypatch):
@@ -294,7 +330,7 @@ def test_a_copy_log_tells_what_the_link_carried():
 
 
 def make_case(tflops: float = 1e-3, **kwargs) -> step_time.Case:
-    return step_time.Case(DEVICE, "8B", 64, PortRates(0.5, 0.5, 0.5, 0.5), tflops, **kwargs)
+    return step_time.Case(DEVICE, "8B", 64, PortRates(0.5, 0.5, 0.5, 0.5), tflops, **{"num_blocks": 4, **kwargs})
 
 
 def rows_of(case: step_time.Case, mesh, seconds: float = 5.0) -> dict[str, dict]:
@@ -323,18 +359,30 @@ def test_rounds_end_with_the_time(mesh):
     assert {row["num_steps"] for row in rows.values()} == {step_time.MIN_ROUNDS}
 
 
-def test_blocks_are_as_many_as_the_time_allows(monkeypatch):
+def test_ways_and_blocks_are_as_many_as_the_time_allows(monkeypatch):
     monkeypatch.setattr(DEVICE, "is_emulated", False)
     monkeypatch.setattr(step_time, "model_args", lambda device, *rest: model_args(EmulatedDevice(), *rest))
-    num_steps = len(step_time.WAYS) * (step_time.WARM_UP + step_time.MIN_ROUNDS + 1)
-    for num in (5, 11):
-        case = make_case()
-        block_s = 1e-3 * case.plan(step_time.Way("ac", "ac")).steps["ac"].step_ms / case.num_blocks
-        assert case.choose_blocks(TimeBox(num_steps * block_s * (num + 0.5)))
-        assert case.num_blocks == num
-    assert case.choose_blocks(TimeBox(1e6))
-    assert case.num_blocks == step_time.MAX_BLOCKS
-    assert not case.choose_blocks(TimeBox(num_steps * block_s))
+    case = make_case()
+    block_s = 1e-3 * case.plan(step_time.Way("ac", "ac")).steps["ac"].step_ms / case.num_blocks
+
+    def choose(ways, num_blocks):
+        steps_s = (step_time.WARM_UP + step_time.MIN_ROUNDS) * num_blocks * block_s
+        seconds = len(ways) * (step_time.START_S + steps_s)
+        assert case.choose(seconds / step_time.SHARES[ways]) == pytest.approx(seconds)
+        return case.ways, case.num_blocks
+
+    fewest, most = step_time.MIN_BLOCKS, step_time.MAX_BLOCKS
+    assert choose(WAYS, fewest + 1.5) == (WAYS, fewest + 1)
+    assert choose(WAYS, 1000) == (WAYS, most)
+    assert choose(step_time.ESSENTIAL, fewest + 0.5) == (step_time.ESSENTIAL, fewest)
+    assert case.choose(3 * step_time.START_S) is None
+    assert case.row["num_blocks"] == fewest
+
+
+def test_ways_that_there_is_no_time_for_say_so(mesh):
+    rows = rows_of(make_case(ways=step_time.ESSENTIAL), mesh)
+    assert [name for name in rows if "step_ms" in rows[name]] == list(step_time.ESSENTIAL)
+    assert {row["left_out"] for name, row in rows.items() if name not in step_time.ESSENTIAL} == {step_time.NO_TIME}
 
 
 def test_what_does_not_fit_is_left_out_and_the_others_run(mesh, monkeypatch):

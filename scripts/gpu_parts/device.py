@@ -97,7 +97,7 @@ class Device(ABC):
         """Pins memory as the pool does. Returns what gives it back."""
 
     def empty_cache(self) -> None:
-        """Gives the device all memory that nothing uses; reference cycles are broken before."""
+        """Gives back all device and pinned memory that nothing uses; reference cycles are broken before."""
         gc.collect()
 
     def pick(self, on_device: T, emulated: T) -> T:
@@ -167,11 +167,19 @@ class CudaDevice(Device):
             memory.fill_(0xFF)
 
     def pin(self, num_bytes: int) -> Callable[[], object]:
-        return pinned_memory.map_and_register(num_bytes, lambda address, size: None)[1]
+        buffer, unregister = pinned_memory.map_and_register(num_bytes, lambda address, size: None)
+        held = [buffer]
+
+        def free() -> None:
+            unregister()
+            held.clear()
+
+        return free
 
     def empty_cache(self) -> None:
         super().empty_cache()
         torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # what torch's own allocator has pinned, for `save_on_cpu`
 
 
 class EmulatedDevice(Device):
@@ -213,9 +221,9 @@ class EmulatedDevice(Device):
             torch.full((2**18,), float("nan"))
 
     def pin(self, num_bytes: int) -> Callable[[], object]:
-        memory = torch.empty(num_bytes, dtype=torch.uint8)
-        pinned_memory.touch(memory)  # there is no driver to register it with
-        return memory.numel
+        held = [torch.empty(num_bytes, dtype=torch.uint8)]
+        pinned_memory.touch(held[0])  # there is no driver to register it with
+        return held.clear
 
 
 def find_device(is_emulated: bool) -> Device:

@@ -77,7 +77,9 @@ def time_pinning(device: Device) -> Iterator[dict[str, Any]]:
         with touch_threads(num_threads) as really:
             yield timed(f"registered, touched by {really} threads", num_bytes, lambda: device.pin(num_bytes))
     if not device.is_emulated:
-        yield timed("torch's allocator", num_bytes, lambda: pin_by_torch(num_bytes))
+        rounded = 1 << (num_bytes - 1).bit_length()
+        how = f"torch's allocator, which takes {rounded / GIB:g} GiB"
+        yield timed(how, num_bytes, lambda: pin_by_torch(num_bytes))
 
 
 def timed(how: str, num_bytes: int, pin: Callable[[], Callable[[], object]]) -> dict[str, Any]:

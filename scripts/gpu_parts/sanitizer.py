@@ -1,13 +1,17 @@
 """Part "sanitizer": a small case under NVIDIA's compute-sanitizer, where it is there.
 
 How it works. The case is a process of its own: a few steps of a small model with offload, in mode "block_inputs" and in
-mode "all", whose gradients are compared with those without. It runs without a tool first, then under memcheck
-(accesses out of bounds, freed memory) and racecheck (races within a kernel; between streams it sees none). The tools
-slow kernels down by far, so each has its time, and what has not ended by then is stopped.
+mode "all", whose gradients are compared with those without. It runs without a tool first, then under memcheck, which
+sees accesses out of bounds and to freed memory, as torch's caching allocator is off here (`ENVIRONMENT`), and under
+racecheck, which sees races within a kernel and none between streams. Errors of API calls do not count: to ask whether
+an event is done, and it is not, is one. The tools slow kernels down by far, so each has its time, and what has not
+ended by then is stopped.
 """
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +30,8 @@ TOOLS = (None, "memcheck", "racecheck")
 CASE = "sanitizer_case"
 """Name of the case among what `gpu_check.py` runs in a process."""
 
+ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
 NUM_BLOCKS, DIM, ROWS, NUM_STEPS = 4, 64, 256, 3
 PLACES = ("/usr/local/cuda/bin/compute-sanitizer",)
 
@@ -39,7 +45,7 @@ def run(device: Device, task: Task) -> None:
             continue
         command = [sys.executable, sys.argv[0], "--run", CASE, *device.pick((), ("--emulate",))]
         if tool is not None:
-            command = [program, "--tool", tool, "--error-exitcode", "9", *command]
+            command = [program, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9", *command]
         task.emit("sanitizer", {"tool": tool or "none"} | run_tool(command, task.box.left() / (len(TOOLS) - index)))
 
 
@@ -51,16 +57,19 @@ def find_sanitizer() -> str | None:
 def run_tool(command: list[str], seconds: float) -> dict[str, Any]:
     """Runs a command for so long at most. Returns what came of it."""
     start = time.perf_counter()
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, text=True, start_new_session=True, **streams)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=max(1.0, seconds))
+        output, _ = process.communicate(timeout=max(1.0, seconds))
     except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # what the tool runs holds the device
+        process.communicate()
         return {"result": f"stopped after {seconds:.0f} s", "seconds": time.perf_counter() - start}
-    output = done.stdout + done.stderr
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", output)
     row = {"result": summary[-1] if summary else "ended", "seconds": time.perf_counter() - start}
-    if done.returncode:
+    if process.returncode:
         last = output.strip().splitlines()[-1:] or [""]
-        row["problem"] = f"exit code {done.returncode}: {last[0]}"
+        row["problem"] = f"exit code {process.returncode}: {last[0]}"
     return row
 
 

@@ -6,9 +6,9 @@ that changes between rounds does not count. What a plan says stands beside it: o
 was measured at the start of this part, and which computes as fast as AC alone did in this very case. So a plan of AC is
 right by construction, and what is judged is what it makes of the other ways.
 
-There are fewer blocks than the models have, as many as the time allows: what they cost is the same for each. What does
-not fit the device, or half of what the host has free, is left out, and the row says so. ``save_on_cpu`` is what Hugging
-Face Transformers does.
+There are fewer blocks than the models have, as many as the time allows: what they cost is the same for each. Where time
+is short for the fewest, the essential ways alone are measured. What does not fit the device, or half of what the host
+has free, is left out, and the row says so. ``save_on_cpu`` is what Hugging Face Transformers does.
 """
 
 import statistics
@@ -33,7 +33,7 @@ from titan_offload.share import measure_links
 
 K = 1024
 CASES = (
-    *(("8B", 32 * K), ("1.7B", 32 * K), ("8B", 4 * K), ("1.7B", 4 * K), ("8B", 128 * K), ("1.7B", 128 * K)),
+    *(("8B", 32 * K), ("1.7B", 32 * K), ("8B", 128 * K), ("8B", 4 * K), ("1.7B", 4 * K), ("1.7B", 128 * K)),
     *(("8B", 16 * K), ("1.7B", 16 * K), ("8B", 64 * K), ("1.7B", 64 * K)),
 )
 """Models and sequence lengths, by worth: time may end before they do."""
@@ -42,7 +42,14 @@ WAYS = (
     *("ac", "save_on_cpu", "sync", "overlap", "attention_on_device", "attention_on_host"),
     *("all_without_ac", "no_ac"),
 )
-MIN_BLOCKS, MAX_BLOCKS = 4, 12
+ESSENTIAL = ("ac", "save_on_cpu", "overlap")
+SHARES = {WAYS: 0.4, ESSENTIAL: 0.7}
+"""What a case may take of the time that is left, with these ways."""
+
+START_S = 1.5
+"""Seconds that a way takes besides its steps: to make the model, to pin and to give back; a guess."""
+
+MIN_BLOCKS, MAX_BLOCKS = 3, 6
 WARM_UP = 2
 """Steps that are not timed: the first pins memory, the second one goes by what the first has learned."""
 MIN_ROUNDS, MAX_ROUNDS = 2, 5
@@ -51,6 +58,7 @@ GUESSED_TFLOPS = 400.0
 """For how long the first case will take."""
 
 HOST_FRACTION = 0.5
+NO_TIME = "there is no time left for it"
 
 
 def run(device: Device, task: Task) -> None:
@@ -58,15 +66,13 @@ def run(device: Device, task: Task) -> None:
     rates = measure_links(device.runtimes()[0], device.torch_device)[0].alone
     cases, tflops = device.pick(CASES, CASES[:2]), device.pick(GUESSED_TFLOPS, 1e-3)
     with device.mesh() as mesh:
-        for index, (flavor, seq_len) in enumerate(cases):
-            seq_len = device.pick(seq_len, seq_len // 256)
-            # Whoever comes early may take more than its share: it is worth more.
-            case_box = TimeBox(task.box.left() * min(1.0, 2 / (len(cases) - index)))
-            case = Case(device, flavor, seq_len, rates, tflops)
-            if not case.choose_blocks(case_box):
-                task.emit("step time", case.row | {"left_out": "there is no time left for it"})
+        for flavor, seq_len in cases:
+            case = Case(device, flavor, device.pick(seq_len, seq_len // 256), rates, tflops)
+            seconds = case.choose(task.box.left())
+            if seconds is None:
+                task.emit("step time", case.row | {"left_out": NO_TIME})
                 continue
-            for row in case.measure(mesh, case_box):
+            for row in case.measure(mesh, TimeBox(seconds)):
                 task.emit("step time", row)
             tflops = case.tflops
 
@@ -77,7 +83,7 @@ class Case:
 
     Attributes:
         tflops: what the device sustains; a guess, until AC alone was measured.
-        num_blocks: chosen by the time that there is.
+        ways, num_blocks: chosen by the time that there is.
         step_ms: for each way, its timed steps.
         row: what all rows of the case have in common.
     """
@@ -87,6 +93,7 @@ class Case:
     seq_len: int
     rates: PortRates
     tflops: float
+    ways: Sequence[str] = WAYS
     num_blocks: int = MIN_BLOCKS
     step_ms: dict[str, list[float]] = field(default_factory=dict)
     problems: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -99,15 +106,22 @@ class Case:
     def row(self) -> dict[str, Any]:
         return {"model": self.flavor, "seq_len": self.seq_len, "num_blocks": self.num_blocks}
 
-    def choose_blocks(self, box: TimeBox) -> bool:
-        """As many blocks as the time allows. False: not even the least number."""
+    def choose(self, left_s: float) -> float | None:
+        """Chooses ways and number of blocks, of all that fit into ``left_s`` seconds the most.
+
+        Returns:
+            How many seconds the case may take. None: not even the essential ways fit.
+        """
         self.num_blocks = 1
         block_s = self.plan(Way("ac", "ac")).steps["ac"].step_ms / 1e3
-        num_steps = len(WAYS) * (WARM_UP + MIN_ROUNDS + 1)
-        fitting = int(box.left() / (num_steps * block_s))
-        self.num_blocks = max(MIN_BLOCKS, min(fitting, self.device.pick(MAX_BLOCKS, MIN_BLOCKS)))
-        # The least number may have what is left, with fewer rounds than wished for.
-        return box.left() > len(WAYS) * (WARM_UP + MIN_ROUNDS) * block_s * MIN_BLOCKS
+        self.num_blocks = MIN_BLOCKS
+        for ways, share in SHARES.items():
+            num_steps = WARM_UP + MIN_ROUNDS
+            fitting = (share * left_s / len(ways) - self.device.pick(START_S, 0.0)) / (num_steps * block_s)
+            if fitting >= MIN_BLOCKS:
+                self.ways, self.num_blocks = ways, min(int(fitting), self.device.pick(MAX_BLOCKS, MIN_BLOCKS))
+                return share * left_s
+        return None
 
     def plan(self, way: Way) -> Plan:
         """What the planner says of a way, with what is known of the device so far."""
@@ -122,8 +136,8 @@ class Case:
         tokens = make_tokens(self.device, self.args, self.seq_len)
         runs = {}
         try:
-            for name, way in ways.items():
-                started = self.start(mesh, way, tokens)
+            for name in self.ways:
+                started = self.start(mesh, ways[name], tokens)
                 if started is not None:
                     runs[name] = started
             for index in range(MAX_ROUNDS):
@@ -138,6 +152,8 @@ class Case:
             runs.clear()
             self.device.empty_cache()
         self.calibrate()
+        for name in set(WAYS) - set(self.ways):
+            self.leave_out(name, NO_TIME)
         return [self.result(ways[name], stats.get(name)) for name in WAYS]
 
     def start(self, mesh: DeviceMesh, way: Way, tokens: torch.Tensor) -> Running | None:

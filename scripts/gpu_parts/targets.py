@@ -100,7 +100,10 @@ def _is_same(row: Row) -> bool:
 
 
 def _where_different(row: Row) -> str:
-    return f"{row['round']}, {row['way']}: {row['num_different']} of {row['num_gradients']}, {row['first_different']}"
+    where = f"{row['round']}, {row['way']}"
+    if row.get("problem"):
+        return f"{where}: {row['problem']}"
+    return f"{where}: {row['num_different']} of {row['num_gradients']}, {row['first_different']}"
 
 
 def _have_passed(row: Row) -> bool:
