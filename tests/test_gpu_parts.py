@@ -246,6 +246,13 @@ def test_a_competitor_keeps_the_link_busy():
     assert min(copy_s() for _ in range(3)) < 1.3 * alone
 
 
+@pytest.mark.timeout(400)
+def test_the_tests_of_a_device_pass_on_a_cpu():
+    row = device_tests.run_tests(DEVICE, TimeBox(300.0))
+    assert (row["failures"], row["failed"], row["error"], row["problem"]) == ([], 0, 0, "")
+    assert row["passed"] > 50
+
+
 def test_the_tests_of_a_device_are_counted():
     output = (
         "..F\nFAILED tests/gpu/test_a.py::test_b[1] - AssertionError: 3 failed\n"
