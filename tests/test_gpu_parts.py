@@ -164,6 +164,20 @@ def test_a_wrong_gradient_is_counted_and_named():
     assert result.first_different == "step 1: b"
 
 
+def test_default_kernels_may_differ_by_their_noise_alone():
+    """Guards: a gradient that is wrong, or no number, in the round whose bits are not compared."""
+    expected = {"a": torch.full((100,), 2.0), "b": torch.ones(100)}
+    noisy = {"a": expected["a"] * (1 + 0.8 * right.MAX_NOISE), "b": expected["b"]}
+    result = right.Result(right.NOISY, "overlap")
+    right.note(result, 0, noisy, expected)
+    assert result.num_different == 0
+    assert result.max_noise == pytest.approx(0.8 * right.MAX_NOISE, rel=1e-3)
+    for wrong in (expected["b"] * (1 + 1.2 * right.MAX_NOISE), expected["b"] * float("nan"), 0 * expected["b"]):
+        result = right.Result(right.NOISY, "overlap")
+        right.note(result, 0, {"a": expected["a"], "b": wrong}, expected)
+        assert (result.num_different, result.first_different) == (1, "step 0: b")
+
+
 @pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
 def test_a_comparison_that_says_nothing_is_an_error(value):
     right.check_sense({"a": torch.ones(2), "b": torch.zeros(2)})

@@ -58,7 +58,7 @@ class Shape:
 
 SHAPES = {
     "gradients": Shape(
-        "Gradients, as bits, against activation checkpointing (AC) alone",
+        "Gradients against activation checkpointing (AC) alone",
         (
             ("round", "round", str),
             ("way", "way", str),
@@ -66,6 +66,7 @@ SHAPES = {
             ("gradients", "num_gradients", str),
             ("different", "num_different", str),
             ("first", "first_different", str),
+            ("largest noise", "max_noise", number(5)),
             ("offloads", "num_offloads", str),
             ("misses", "num_misses", str),
         ),

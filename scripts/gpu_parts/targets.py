@@ -16,7 +16,7 @@ def judge(tables: Tables) -> list[dict[str, Any]]:
     """A row per target: how many cases there were, how many met it, and the others. A target without cases is not met:
     nothing was seen."""
     return [
-        verdict("gradients are the same, bit for bit", tables.get("gradients", ()), _is_same, _where_different),
+        verdict("gradients are those without offload", tables.get("gradients", ()), _is_same, _where_different),
         verdict("tests of a device pass", tables.get("device tests", ()), _have_passed, _what_failed),
         verdict(
             f"overlap takes at most {MAX_OVERLAP_RATIO:g} times AC alone where a copy is shorter than a forward",

@@ -110,6 +110,13 @@ RULES = [
         f"{P}a_copy_that_goes_wrong_shows_in_every_round",
     ),
     (
+        "noise has a bound, and what is no number is beyond it",
+        f"{PARTS}/right.py",
+        "if not found <= MAX_NOISE]",
+        "if found > MAX_NOISE]",
+        f"{P}default_kernels_may_differ_by_their_noise_alone",
+    ),
+    (
         "a round that fails costs itself alone",
         f"{PARTS}/right.py",
         "    except Exception as error:\n",

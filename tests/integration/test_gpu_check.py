@@ -40,7 +40,7 @@ def test_every_part_runs_and_fills_its_tables(checked):
 
 def test_gradients_are_right_in_every_way_and_round(checked):
     rows = json.loads(checked[1].splitlines()[-1])["tables"]["gradients"]
-    assert len(rows) == 3 * 8
+    assert len(rows) == 4 * 8
     assert all(row["num_gradients"] > 0 and row["num_different"] == 0 for row in rows)
     moving = [row for row in rows if row["way"] not in ("ac_again", "no_ac")]
     assert all(row["num_offloads"] >= 3 * row["num_steps"] for row in moving)
