@@ -551,7 +551,7 @@ PREFETCH = [
         "engine",
         "storage = self._bring_back(handle.region, handle.payload)",
         "storage = self._bring_back(handle.payload.region, handle.payload)",
-        f"{E}an_input_that_all_blocks_share_moves_once_and_does_not_disturb_prefetch",
+        f"{E}a_miss_of_what_blocks_share_reloads_what_its_own_block_needs",
     ),
     rule(
         "prefetch_lookahead regions ahead",

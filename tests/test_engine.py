@@ -1286,6 +1286,27 @@ def test_an_input_that_all_blocks_share_moves_once_and_does_not_disturb_prefetch
     assert toy.slots_in_use(offloader) == 0
 
 
+def test_a_miss_of_what_blocks_share_reloads_what_its_own_block_needs():
+    """Of the block that backward works on, not of the one that moved it. Guards: the region in `_bring_back`."""
+    model = toy.make_model(block=Several)
+    first = []
+    model.between = lambda i, h: (first.append(h.clone()) if i == 0 else None, h)[1]
+    model.call = lambda block, h, rope: block(first[0], h)
+    offloader = toy.offload(model, keep_last=1, max_inflight_offloads=1, prefetch_lookahead=0)
+    loss = model.loss(toy.make_tokens())
+    first.clear()
+    let_copies_end(offloader)
+    starts = []
+    start, [tape] = offloader.engine._start_reload, offloader.engine.tapes.alive()
+    shared = tape.regions[0]().payloads
+    offloader.engine._start_reload = lambda payload: (
+        starts.append((payload.region.index, tape.reached().index)) if weakref.ref(payload) not in shared else None,
+        start(payload),
+    )
+    loss.backward()
+    assert starts == [(index, index) for index in reversed(range(1, toy.NUM_BLOCKS - 1))]
+
+
 def test_graph_dropped_by_another_thread_while_its_stash_entry_is_dropped():
     """The payload died and waits in the queue, and this thread makes room in the stash before it gets to the queue.
     Guards: that `_release_all` does not take the entry out of the stash a second time."""

@@ -59,7 +59,8 @@ class HookedForward:
         return self._offloaded(forward, args, kwargs)
 
     def __deepcopy__(self, memo: dict) -> "HookedForward":
-        # The copy must run the copy's weights. It is not under offload: nobody could remove it there.
+        # The copy must run the copy's weights, and hold the copy weakly as this does. It is not under offload: nobody
+        # could remove it there.
         return HookedForward(memo[id(self._module())], None, None)
 
     def __reduce__(self) -> tuple:
