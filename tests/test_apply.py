@@ -385,9 +385,9 @@ def test_a_copy_trains_its_own_weights_and_is_not_under_offload(times):
     toy.assert_same_grads(model, reference())
     assert offloader.step_end().num_offloads == toy.NUM_BLOCKS - 1
     toy.assert_same_grads(copied, expected)
-    gone = weakref.ref(copied)
-    del copied, m
-    assert gone() is None  # the garbage collector is off
+    block = weakref.ref(copied.layers["0"])
+    del copied, m, p
+    assert block() is None  # the garbage collector is off
 
 
 def test_a_copy_may_be_put_under_offload_and_outlives_the_original():
