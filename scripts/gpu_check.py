@@ -107,7 +107,7 @@ class Check:
             for index, name in enumerate(parts):
                 share = SHARES[name] / sum(SHARES[later] for later in parts[index:])
                 self.run_part(name, share * self.box.left(), log)
-        self.tables["targets"] = judge(self.tables)
+        self.tables["targets"] = judge(self.tables, self.args.parts)
         self.write()
 
     def run_part(self, name: str, seconds: float, log: TextIO) -> None:
@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check = Check(args)
     check.run()
     print_tables(check.tables)
-    faults = find_faults(check.tables)
+    faults = find_faults(check.tables, args.parts)
     for fault in faults:
         print(f"wrong: {fault}")
     parameters = {"minutes": args.minutes, "parts": args.parts, "is_emulated": args.emulate}

@@ -49,7 +49,10 @@ def test_rows_of_a_part_that_fails_are_kept_and_the_next_part_runs(tmp_path):
     assert check.tables["link"] == [{"copy_bytes": 1}]
     assert "exit code 3" in parts_of(check)["right"]["problem"]
     assert "problem" not in parts_of(check)["link"]
-    assert any(fault.startswith("right: failed with exit code 3") for fault in targets.find_faults(check.tables))
+    assert any(
+        fault.startswith("right: failed with exit code 3")
+        for fault in targets.find_faults(check.tables, check.args.parts)
+    )
 
 
 def test_a_part_that_hangs_is_stopped_and_its_rows_are_kept(tmp_path, monkeypatch):
@@ -198,17 +201,27 @@ def test_mistakes_are_one_line_and_exit_code_2(argv, text, capsys, monkeypatch):
 
 
 def test_targets_without_a_case_are_not_met():
-    assert [(row["num_cases"], row["is_met"]) for row in targets.judge({})] == [(0, False)] * 6
+    assert [(row["num_cases"], row["is_met"]) for row in targets.judge({}, gpu_check.SHARES)] == [(0, False)] * 6
+
+
+def test_parts_that_were_not_asked_for_are_not_judged():
+    """Guards: a run of some parts that ends as if gradients were wrong."""
+    assert targets.judge({}, ["timeline"]) == []
+    assert [row["part"] for row in targets.judge({}, ["step_time", "right"])] == ["right", "step_time", "step_time"]
+    assert targets.find_faults({}, ["step_time", "link"]) == []
+    assert targets.find_faults({}, ["right"]) == ["gradients are those without offload: nothing was seen"]
 
 
 def test_gradients_are_judged_by_every_row():
-    [verdict, *_] = targets.judge({"gradients": [SAME, SAME | {"num_different": 2, "first_different": "step 0: w"}]})
+    [verdict, *_] = targets.judge(
+        {"gradients": [SAME, SAME | {"num_different": 2, "first_different": "step 0: w"}]}, ["right"]
+    )
     assert (verdict["num_cases"], verdict["num_met"], verdict["is_met"]) == (2, 1, False)
     assert verdict["misses"] == ["plain, overlap: 2 of 100, step 0: w"]
-    [verdict, *_] = targets.judge({"gradients": [SAME | {"num_gradients": 0, "first_different": ""}]})
+    [verdict, *_] = targets.judge({"gradients": [SAME | {"num_gradients": 0, "first_different": ""}]}, ["right"])
     assert not verdict["is_met"]  # nothing was compared
     failed = SAME | {"way": "all ways", "num_gradients": 0, "problem": "RuntimeError: lost"}
-    assert targets.judge({"gradients": [failed]})[0]["misses"] == ["plain, all ways: RuntimeError: lost"]
+    assert targets.judge({"gradients": [failed]}, ["right"])[0]["misses"] == ["plain, all ways: RuntimeError: lost"]
 
 
 def step(way="overlap", ratio=1.0, copy=0.5, error=0.0, **more):
@@ -218,7 +231,7 @@ def step(way="overlap", ratio=1.0, copy=0.5, error=0.0, **more):
 
 
 def verdict_of(number: int, **tables) -> dict:
-    return targets.judge({name.replace("_", " "): rows for name, rows in tables.items()})[number]
+    return targets.judge({name.replace("_", " "): rows for name, rows in tables.items()}, gpu_check.SHARES)[number]
 
 
 def test_overlap_is_judged_where_a_copy_is_shorter_than_a_forward():
@@ -258,11 +271,15 @@ def test_plans_are_judged_both_ways_and_not_of_what_they_were_made_from():
 
 def test_failures_of_tests_and_rows_are_faults():
     tables = {"gradients": [SAME], "device tests": [PASSED]}
-    assert targets.find_faults(tables) == []
+    assert targets.find_faults(tables, gpu_check.SHARES) == []
     failed = PASSED | {"failed": 1, "failures": ["tests/gpu/a.py::b"]}
-    assert targets.find_faults(tables | {"device tests": [failed]}) == ["tests of a device pass: tests/gpu/a.py::b"]
+    assert targets.find_faults(tables | {"device tests": [failed]}, gpu_check.SHARES) == [
+        "tests of a device pass: tests/gpu/a.py::b"
+    ]
     for name in ("step time", "timeline", "sanitizer"):
-        assert targets.find_faults(tables | {name: [{"problem": "it broke"}]}) == [f"{name}: it broke"]
+        assert targets.find_faults(tables | {name: [{"problem": "it broke"}]}, gpu_check.SHARES) == [
+            f"{name}: it broke"
+        ]
 
 
 # What is told

@@ -61,6 +61,13 @@ RULES = [
         f"{C}gradients_are_judged_by_every_row",
     ),
     (
+        "parts that were not asked for are not judged",
+        f"{PARTS}/targets.py",
+        'row for row in verdicts if row["part"] in parts]',
+        "row for row in verdicts]",
+        f"{C}parts_that_were_not_asked_for_are_not_judged",
+    ),
+    (
         "a target without cases is not met",
         f"{PARTS}/targets.py",
         "bool(cases) and not missed",
