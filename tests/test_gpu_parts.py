@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from gpu_parts import device_tests, memory, right, sanitizer, step_time, timeline
 from gpu_parts.copy_log import CopyLog
-from gpu_parts.device import CudaDevice, EmulatedDevice, find_device
+from gpu_parts.device import CudaDevice, EmulatedDevice, find_device, start_process_group
 from gpu_parts.part import TimeBox
 from gpu_parts.step_time import WAYS
 from gpu_parts.ways import Running, make_tokens, model_args, running, ways_of
@@ -52,6 +52,23 @@ def test_without_a_device_it_must_be_emulated(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert isinstance(find_device(False), CudaDevice)
     assert find_device(True).is_emulated
+
+
+def test_a_process_group_that_does_not_work_gives_way_to_another(monkeypatch, capsys):
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **kwargs: started.append(backend))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: started.append("destroyed"))
+    started: list[str] = []
+
+    def gather(values, value):
+        if started[-1] == "nccl":
+            raise RuntimeError("no network interface")
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    CudaDevice()._init_process_group()
+    assert started == ["nccl", "destroyed", "gloo"]
+    assert "does not work with nccl: no network interface" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="no network interface"):
+        start_process_group("nccl")
 
 
 def test_emulated_peak_is_what_is_allocated_at_once():

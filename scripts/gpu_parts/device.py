@@ -10,6 +10,7 @@ that the command works, and nothing about a device.
 import contextlib
 import gc
 import json
+import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -54,12 +55,12 @@ class Device(ABC):
 
     Attributes:
         type: such as ``"cuda"``.
-        backend: of the process group.
+        backends: of the process group: the first that works.
         is_emulated: whether a CPU plays the device.
     """
 
     type: str
-    backend: str
+    backends: tuple[str, ...]
     is_emulated: bool
 
     @property
@@ -106,12 +107,25 @@ class Device(ABC):
 
     @contextlib.contextmanager
     def mesh(self) -> Iterator[DeviceMesh]:
-        """A process group of this process alone, and its mesh for FSDP2."""
-        dist.init_process_group(self.backend, store=dist.HashStore(), rank=0, world_size=1)
+        """A process group of this process alone, and its mesh for FSDP2.
+
+        Raises:
+            RuntimeError: no backend works.
+        """
+        self._init_process_group()
         try:
             yield init_device_mesh(self.type, (1,), mesh_dim_names=("fsdp",))
         finally:
             dist.destroy_process_group()
+
+    def _init_process_group(self) -> None:
+        *others, last = self.backends
+        for backend in others:
+            try:
+                return start_process_group(backend)
+            except RuntimeError as error:
+                print(f"the process group does not work with {backend}: {error}", file=sys.stderr)
+        start_process_group(last)
 
     def timed_ms(self, work: Callable[[], object]) -> float:
         """Milliseconds until the device has done ``work``."""
@@ -125,7 +139,8 @@ class Device(ABC):
 class CudaDevice(Device):
     """The current CUDA device."""
 
-    type, backend, is_emulated = "cuda", "nccl", False
+    type, is_emulated = "cuda", False
+    backends = ("nccl", "gloo")  # alone FSDP2 has nothing to exchange, so that either does
 
     @property
     def torch_device(self) -> torch.device:
@@ -185,7 +200,7 @@ class CudaDevice(Device):
 class EmulatedDevice(Device):
     """A CPU in its place."""
 
-    type, backend, is_emulated = "cpu", "gloo", True
+    type, backends, is_emulated = "cpu", ("gloo",), True
 
     def name(self) -> str:
         return "emulated on a CPU"
@@ -224,6 +239,16 @@ class EmulatedDevice(Device):
         held = [torch.empty(num_bytes, dtype=torch.uint8)]
         pinned_memory.touch(held[0])  # there is no driver to register it with
         return held.clear
+
+
+def start_process_group(backend: str) -> None:
+    """A process group of this process alone. Raises RuntimeError, and leaves none, if its first collective fails."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.all_gather_object([None], None)
+    except RuntimeError:
+        dist.destroy_process_group()
+        raise
 
 
 def find_device(is_emulated: bool) -> Device:

@@ -138,6 +138,13 @@ RULES = [
         f"{P}a_round_without_time_compares_nothing",
     ),
     (
+        "a process group that does not work leaves none",
+        f"{PARTS}/device.py",
+        "        dist.destroy_process_group()\n        raise\n",
+        "        raise\n",
+        f"{P}a_process_group_that_does_not_work_gives_way_to_another",
+    ),
+    (
         "memory is held until it is given back",
         f"{PARTS}/device.py",
         "        held = [buffer]\n",
