@@ -83,7 +83,7 @@ class Watched:
         if not self._saved:
             return
         for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
-            if not isinstance(output, torch.Tensor) or output.layout is not torch.strided:
+            if not isinstance(output, torch.Tensor):
                 continue
             storage, saved = self._saved.get(storage_id(output), (DEAD, None))
             if storage() is not None and storage() is storage_of(output):

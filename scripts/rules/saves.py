@@ -59,17 +59,10 @@ RECORD = [
         f"{S}in_place_edit_of_what_took_the_place_of_a_freed_output_is_none_of_the_output",
     ),
     (
-        "outputs without a storage have no edits to watch",
-        "saved_output",
-        "if not isinstance(output, torch.Tensor) or output.layout is not torch.strided:",
-        "if not isinstance(output, torch.Tensor):",
-        f"{S}sparse_outputs_of_other_ops_are_let_be",
-    ),
-    (
         "outputs that are no tensors have no edits to watch",
         "saved_output",
-        "if not isinstance(output, torch.Tensor) or output.layout is not torch.strided:",
-        "if output.layout is not torch.strided:",
+        "            if not isinstance(output, torch.Tensor):\n                continue\n",
+        "",
         f"{S}outputs_that_are_no_tensors",
     ),
     (
