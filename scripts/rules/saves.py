@@ -971,8 +971,8 @@ SCOPES = [
     (
         "remove gives the checkpoint back as it was",
         "module_hooks",
-        "        self.wrapper.checkpoint_fn = self.checkpoint_fn\n",
-        "",
+        "            self.wrapper.checkpoint_fn = self.checkpoint_fn\n",
+        "            pass\n",
         REMOVE,
     ),
     (
