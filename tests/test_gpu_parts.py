@@ -347,19 +347,31 @@ def test_device_memory_grows_with_depth_without_offload_alone(mesh):
 # Link
 
 
+class CountingRuntime:
+    """A link that carries 0.5 GB/s to the host and 0.25 back, on a clock that stands still between copies."""
+
+    now_ms = 0.0
+    d2h_stream = staticmethod(lambda device: "d2h")
+    elapsed_ms = staticmethod(lambda start, end: end - start)
+    synchronize = staticmethod(lambda event: None)
+
+    def record_timed_event(self, stream: str) -> float:
+        return self.now_ms
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: str) -> None:
+        self.now_ms += dst.numel() / 1e6 / (0.5 if stream == "d2h" else 0.25)
+
+
 def test_a_copy_log_tells_what_the_link_carried():
-    runtime = HostRuntime(link_gb_per_s=0.2)
+    runtime = CountingRuntime()
     log = CopyLog(runtime, PLACE)
-    pinned, on_device = runtime.allocate_pinned(MIB), runtime.empty(MIB, PLACE)
-    for direction in ("d2h", "h2d", "h2d"):
-        stream = getattr(runtime, f"{direction}_stream")(PLACE)
-        for other in ("d2h", "h2d"):
-            runtime.wait_event(stream, runtime.record_event(getattr(runtime, f"{other}_stream")(PLACE)))
-        runtime.wait_event(stream, runtime.record_event(runtime.compute_stream(PLACE)))
-        runtime.copy(*((pinned, on_device) if direction == "d2h" else (on_device, pinned)), stream)
-    assert [(copy.direction, copy.num_bytes) for copy in log.copies] == [("d2h", MIB), ("h2d", MIB), ("h2d", MIB)]
-    for direction in ("d2h", "h2d"):
-        assert log.gb_per_s(direction) == pytest.approx(0.2, rel=0.2)
+    small, large = (torch.empty(size, dtype=torch.uint8) for size in (1000, 9000))
+    for stream, memory_ in (("d2h", small), ("h2d", small), ("d2h", large), ("h2d", large)):
+        runtime.copy(memory_, memory_, stream)
+    assert [copy.direction for copy in log.copies] == ["d2h", "h2d"] * 2
+    assert [copy.num_bytes for copy in log.copies] == [1000, 1000, 9000, 9000]
+    assert log.gb_per_s("d2h") == pytest.approx(0.5)
+    assert log.gb_per_s("h2d") == pytest.approx(0.25)
     log.copies.clear()
     assert log.gb_per_s("d2h") == 0.0
 

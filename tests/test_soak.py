@@ -56,8 +56,10 @@ def test_a_graph_that_is_left_shows_as_handles_and_slots_and_not_as_device_memor
     during = take_sample(1, offloader)
     assert before.slots == 0
     assert during.slots == toy.NUM_BLOCKS - 1
-    # Of each block its input and the rotary table, and a region; the payloads of those that moved; a tape.
-    assert during.handles - before.handles == 3 * toy.NUM_BLOCKS + (toy.NUM_BLOCKS - 1) + 1
+    # Of each block its input and the rotary table, before torch 2.12 an empty tensor too, and a region; the payloads of
+    # those that moved; a tape.
+    num_saved = 3 if torch.__version__ < (2, 12) else 2
+    assert during.handles - before.handles == (num_saved + 1) * toy.NUM_BLOCKS + (toy.NUM_BLOCKS - 1) + 1
     assert during.pinned == 5 * toy.INPUT_BYTES
     del loss
     after = take_sample(2, offloader)
