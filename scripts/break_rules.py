@@ -106,7 +106,7 @@ ORDER = [
     rule(
         "compute waits for the H2D before first use",
         "engine",
-        '        self._wait(compute, payload.event, "h2d")\n',
+        "        self._wait(compute, payload.event)\n",
         "",
         GRADIENTS,
     ),
@@ -120,7 +120,7 @@ ORDER = [
     rule(
         "compute waits for the H2D before what a dead payload reloaded is dropped unused",
         "engine",
-        '                self._wait(remains.stream, remains.event, "h2d")',
+        "                self._wait(remains.stream, remains.event)",
         "                pass",
         f"{E}graph_dropped_while_a_reload_is_under_way",
     ),
@@ -143,9 +143,8 @@ ORDER = [
     rule(
         "the compute stream is asked for anew at each unpack",
         "engine",
-        "        compute = self.runtime.compute_stream(payload.device)\n"
-        '        self._wait(compute, payload.event, "h2d")',
-        '        compute = payload.stream\n        self._wait(compute, payload.event, "h2d")',
+        "        compute = self.runtime.compute_stream(payload.device)\n        self._wait(compute, payload.event)",
+        "        compute = payload.stream\n        self._wait(compute, payload.event)",
         OVERLAP,
         f"{E}backward_on_another_compute_stream_lends_the_memory",
     ),

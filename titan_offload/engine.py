@@ -290,8 +290,9 @@ class OffloadEngine:
                 self.runtime.synchronize(self.runtime.record_event(stream))
             raise
 
-    def _wait(self, compute: Stream, event: Event, direction: str) -> None:
-        self._counter.wait(direction, self.runtime.timed_wait(compute, event))
+    def _wait(self, compute: Stream, event: Event) -> None:
+        """The compute stream waits for a reload."""
+        self._counter.wait("h2d", self.runtime.timed_wait(compute, event))
 
     # Backward
 
@@ -385,7 +386,7 @@ class OffloadEngine:
     def _end_reload(self, payload: Payload) -> torch.Tensor:
         """Hands the reloaded memory over to the compute stream: for its use, or to be dropped."""
         compute = self.runtime.compute_stream(payload.device)
-        self._wait(compute, payload.event, "h2d")
+        self._wait(compute, payload.event)
         if compute != payload.stream:
             self.runtime.lend(payload.reload, compute)
         payload.move_to(State.ON_HOST, State.H2D_IN_FLIGHT)
@@ -450,7 +451,7 @@ class OffloadEngine:
         while self._remains:
             remains = self._remains[0]
             if remains.reload is not None:
-                self._wait(remains.stream, remains.event, "h2d")
+                self._wait(remains.stream, remains.event)
             self._remains.popleft()
             self.pool.free(remains.slot, remains.event)
         self.stash.drop_dead()

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gpu_parts.strict_runtime import StrictAcceleratorRuntime
-from titan_offload import AcceleratorRuntime, HostRuntime, Runtime, pinned_memory
+from titan_offload import AcceleratorRuntime, HostRuntime, Runtime
 from titan_offload.host_runtime import HostLink
 from titan_offload.planner.probe import driver_version
 
@@ -92,10 +92,6 @@ class Device(ABC):
     @abstractmethod
     def poison(self) -> None:
         """Fills what the allocator will hand out next with NaN, so that a read of freed memory shows."""
-
-    @abstractmethod
-    def pin(self, num_bytes: int) -> Callable[[], object]:
-        """Pins memory as the pool does. Returns what gives it back."""
 
     def empty_cache(self) -> None:
         """Gives back all device and pinned memory that nothing uses; reference cycles are broken before."""
@@ -181,16 +177,6 @@ class CudaDevice(Device):
         for memory in held:
             memory.fill_(0xFF)
 
-    def pin(self, num_bytes: int) -> Callable[[], object]:
-        buffer, unregister = pinned_memory.map_and_register(num_bytes, lambda address, size: None)
-        held = [buffer]
-
-        def free() -> None:
-            unregister()
-            held.clear()
-
-        return free
-
     def empty_cache(self) -> None:
         super().empty_cache()
         torch.cuda.empty_cache()
@@ -234,11 +220,6 @@ class EmulatedDevice(Device):
     def poison(self) -> None:
         for _ in range(4):  # what malloc hands out next is mostly what was freed last
             torch.full((2**18,), float("nan"))
-
-    def pin(self, num_bytes: int) -> Callable[[], object]:
-        held = [torch.empty(num_bytes, dtype=torch.uint8)]
-        pinned_memory.touch(held[0])  # there is no driver to register it with
-        return held.clear
 
 
 def start_process_group(backend: str) -> None:

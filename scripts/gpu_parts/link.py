@@ -17,6 +17,7 @@ from gpu_parts.part import Task
 from gpu_parts.ways import make_tokens, model_args, running, ways_of
 from titan_offload.config import MIB
 from titan_offload.link import Port
+from titan_offload.need import block_input_bytes
 from titan_offload.share import measure_links
 
 COPY_MIB = (1, 4, 16, 64, 256)
@@ -56,7 +57,7 @@ def measure_port(device: Device, num_bytes: int) -> dict[str, float]:
 def measure_steps(device: Device, mesh: DeviceMesh, flavor: str, seq_len: int) -> list[dict[str, Any]]:
     """What the copies of steps with offload reached, by direction."""
     args = model_args(device, flavor, 6, seq_len)
-    num_bytes = seq_len * args.dim * torch.bfloat16.itemsize
+    num_bytes = block_input_bytes(1, seq_len, args.dim, torch.bfloat16.itemsize)
     rates = measure_port(device, num_bytes)
     [runtime] = device.runtimes()
     log = CopyLog(runtime, device.torch_device)

@@ -21,8 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from gpu_parts.device import Device
 from gpu_parts.part import Task
 from gpu_parts.ways import Way, make_tokens, model_args, running, ways_of
+from titan_offload import Runtime
 from titan_offload.config import GIB, MIB
 from titan_offload.host_memory import read_process_memory
+from titan_offload.need import block_input_bytes
 from titan_offload.pinned_memory import MAX_TOUCH_THREADS
 
 WAYS = ("ac", "overlap")
@@ -54,7 +56,7 @@ def measure(device: Device, mesh: DeviceMesh, way: Way, num_blocks: int) -> dict
     return {
         "way": way.name,
         "num_blocks": num_blocks,
-        "input_bytes": seq_len * args.dim * torch.bfloat16.itemsize,
+        "input_bytes": block_input_bytes(1, seq_len, args.dim, torch.bfloat16.itemsize),
         "step_bytes": peak.allocated - peak.before,
         "allocated_bytes": peak.allocated,
         "reserved_bytes": peak.reserved,
@@ -75,7 +77,8 @@ def time_pinning(device: Device) -> Iterator[dict[str, Any]]:
     num_bytes = device.pick(5 * GIB, 5 * MIB)  # no power of two
     for num_threads in (1, MAX_TOUCH_THREADS):
         with touch_threads(num_threads) as really:
-            yield timed(f"registered, touched by {really} threads", num_bytes, lambda: device.pin(num_bytes))
+            how, [runtime] = f"registered, touched by {really} threads", device.runtimes()
+            yield timed(how, num_bytes, lambda runtime=runtime: pin(runtime, num_bytes))
     if not device.is_emulated:
         rounded = 1 << (num_bytes - 1).bit_length()
         how = f"torch's allocator, which takes {rounded / GIB:g} GiB"
@@ -94,6 +97,12 @@ def timed(how: str, num_bytes: int, pin: Callable[[], Callable[[], object]]) -> 
         "gib_per_s": num_bytes / GIB / (pinned - start),
         "free_s": time.perf_counter() - pinned,
     }
+
+
+def pin(runtime: Runtime, num_bytes: int) -> Callable[[], object]:
+    """As the pool does it. Returns what gives it back, its mapping too."""
+    held = [runtime.allocate_pinned(num_bytes)]
+    return lambda: runtime.free_pinned(held.pop())
 
 
 def pin_by_torch(num_bytes: int) -> Callable[[], object]:

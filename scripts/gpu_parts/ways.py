@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gpu_parts.device import Device
 from titan_offload import OffloadConfig, Offloader, OffloadStats, Runtime, SelectiveConfig, apply_offload
+from titan_offload.blocks import clean_fqn
 from titan_offload.titan.train import reduce_gradients_by_plain_sums, repair_for_cpu
 
 repair_for_cpu()  # before anything else of TorchTitan is imported
@@ -165,7 +166,7 @@ class Running:
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Of each parameter, this rank's shard, which is all of it."""
         for name, parameter in self.model.named_parameters():
-            yield name.replace("_checkpoint_wrapped_module.", ""), parameter.grad.to_local()
+            yield clean_fqn(name), parameter.grad.to_local()
 
     def close(self) -> None:
         """Gives back what the way took, as far as this object holds it."""

@@ -86,9 +86,9 @@ RELEASES = [
         "a release that fails is tried again",
         "engine",
         "            remains = self._remains[0]\n            if remains.reload is not None:\n"
-        '                self._wait(remains.stream, remains.event, "h2d")\n            self._remains.popleft()\n',
+        "                self._wait(remains.stream, remains.event)\n            self._remains.popleft()\n",
         "            remains = self._remains.popleft()\n            if remains.reload is not None:\n"
-        '                self._wait(remains.stream, remains.event, "h2d")\n',
+        "                self._wait(remains.stream, remains.event)\n",
         RELEASE,
     ),
     (

@@ -146,9 +146,9 @@ RULES = [
     ),
     (
         "memory is held until it is given back",
-        f"{PARTS}/device.py",
-        "        held = [buffer]\n",
-        "        held = [num_bytes]\n        del buffer\n",
+        f"{PARTS}/memory.py",
+        "    held = [runtime.allocate_pinned(num_bytes)]\n",
+        "    held = [runtime.allocate_pinned(num_bytes)[:0].clone()]\n",
         f"{P}pinning_and_giving_back_are_timed_apart",
     ),
     (

@@ -235,7 +235,7 @@ def test_saved_attention_is_not_run_again(machine, place, is_strict):
 
 def forget_reloads(machine, offloader):
     """The compute stream waits for no copy to the device."""
-    offloader.engine._wait = lambda compute, event, direction: None
+    offloader.engine._wait = lambda compute, event: None
 
 
 def forget_offloads(machine, offloader):
